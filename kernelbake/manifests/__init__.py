@@ -1,1 +1,0 @@
-"""The manifests that come with the package."""
