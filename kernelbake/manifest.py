@@ -1,7 +1,7 @@
-"""The manifest: what a person asks to be baked. YAML in, a frozen value out, every fault at once with its path and line.
+"""The manifest: what a person asks to be baked. YAML in, a frozen value out, every fault at once with path and line.
 
 The workload's own section is checked by its plug-in; kernelbake adds the lines. Device profiles are data
-(``kernelbake/profiles``), so a manifest names one, writes one out under ``gpu.custom``, or takes the GPU of this machine.
+(``kernelbake/profiles``): a manifest names one, writes one out under ``gpu.custom``, or takes the GPU of this machine.
 """
 
 from __future__ import annotations
@@ -383,17 +383,14 @@ _WANTED = {
 def _unknown(path: yamlfile.Path) -> str:
     """The message for a key that nothing reads, with the key that was probably meant."""
     model: Any = _Model
+    inner = {"measure": MeasurePolicy, "compile": CompileOptions, "gpu": _Gpu, "custom": _Custom}
     for part in path[:-1]:
-        model = {"measure": MeasurePolicy, "compile": CompileOptions, "gpu": _Gpu, "custom": _Custom}.get(
-            str(part), model
-        )
+        model = inner.get(str(part), model)
     known = list(model.model_fields)
     near = difflib.get_close_matches(str(path[-1]), known, n=1)
-    return (
-        f"unknown key; did you mean `{near[0]}`"
-        if near
-        else f"unknown key; known: {', '.join(f'`{k}`' for k in known)}"
-    )
+    if near:
+        return f"unknown key; did you mean `{near[0]}`"
+    return f"unknown key; known: {', '.join(f'`{name}`' for name in known)}"
 
 
 def _shown(document: Document, path: yamlfile.Path) -> str:

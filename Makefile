@@ -1,0 +1,54 @@
+# Everything a person does with this repository. `make` alone lists it.
+#
+# PYTHON=… NO_VENV=1 uses an environment that is already there instead of making .venv.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+ifdef NO_VENV
+PY := $(PYTHON)
+READY :=
+else
+PY := .venv/bin/python
+READY := .venv/ready
+endif
+PYTEST := $(PY) -m pytest -q
+
+.PHONY: help setup demo test test-long test-gpu accept-gpu lint golden fuzz clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "PYTHON=python3.12 make setup      another interpreter for .venv"
+	@echo "PYTHON=/path/python NO_VENV=1     an environment that is already there, for machines without a network"
+
+setup: $(READY) ## make .venv from nothing, with the tested versions
+
+.venv/ready: pyproject.toml constraints.txt
+	@tools/setup "$(PYTHON)"
+
+demo: $(READY) ## the main job: plan, build, verify, preflight, frozen training steps
+	@$(PY) -m dflash.demo
+
+test: $(READY) ## lint, types and every kind of test that needs no GPU
+	@PY="$(PY)" tools/test lint types unit attacks golden compile interpret
+
+test-long: $(READY) ## the same with the long property tests whole
+	@KERNELBAKE_LONG=1 PY="$(PY)" tools/test lint types unit attacks golden compile interpret
+
+test-gpu: $(READY) ## the tests that need a GPU; a missing GPU is a failure
+	@KERNELBAKE_REQUIRE_GPU=1 PY="$(PY)" tools/test gpu
+
+accept-gpu: $(READY) ## build, verify, 50 frozen steps and the thread stress on this machine's GPU, into one results file
+	@$(PY) -m dflash.accept
+
+lint: $(READY) ## ruff and mypy
+	@PY="$(PY)" tools/test lint types
+
+golden: $(READY) ## write the golden files anew from what the commands print now; read the difference before you commit
+	@KERNELBAKE_WRITE_GOLDEN=1 $(PYTEST) tests/golden
+
+fuzz: $(READY) ## fuzz the readers of bundles and manifests for ten minutes
+	@KERNELBAKE_LONG=1 $(PYTEST) tests/attacks -k fuzz
+
+clean: ## remove .venv and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build

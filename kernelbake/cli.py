@@ -1,0 +1,236 @@
+"""The command line: parse, one library call, print. The only file of kernelbake that imports click, and that exits."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+import kernelbake
+from kernelbake import errors, render
+from kernelbake.errors import ExitCode, InputError, KernelbakeError
+
+if TYPE_CHECKING:
+    from kernelbake.manifest import Manifest
+
+EPILOG = "Exit codes: 0 done, 1 a fault of ours, 2 input, 3 bundle, 4 does not fit, 5 missing, 6 build, 7 locked, 130, 143."
+BUNDLE = "bundle.tar"
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+
+
+def _bundle_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    path = click.Path(path_type=Path)
+    return click.argument("bundle", type=path, default=BUNDLE)(function)
+
+
+def _manifest_option(*, required: bool) -> Callable[..., Any]:
+    text = "A path, a name in ./manifests, or a packaged manifest (sm120.yaml, sm90.yaml, cpu.yaml, …)."
+    return click.option("--manifest", "-m", metavar="FILE", required=required, help=text)
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _load(name: str) -> Manifest:
+    from kernelbake import manifest
+
+    return manifest.load(manifest.find(name))
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+@click.group(
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Bake every Triton kernel of a training run into one checksummed bundle, and check what a bundle holds.",
+)
+@click.version_option(kernelbake.__version__, prog_name="kernelbake")
+def cli() -> None:
+    """The group itself does nothing."""
+
+
+@cli.command()
+@_manifest_option(required=True)
+@click.option("--by", type=click.Choice(["kernel", "case"]), default="kernel", help="What the rows of the table are.")
+@click.option("--case", "only", metavar="TEXT", multiple=True, help="Only cases whose id holds TEXT; repeatable.")
+@_json_option
+def plan(manifest: str, by: str, only: tuple[str, ...], as_json: bool) -> None:
+    """List every launch that a manifest's training run will make. Needs no GPU."""
+    from kernelbake import inspect, planner
+
+    wanted = _load(manifest)
+    with render.progress() as on_progress:
+        found = planner.plan(
+            wanted.plugin, wanted.section, wanted.profile, interpreted=wanted.interpreted, on_progress=on_progress
+        )
+    shown = inspect.only_cases(found, only)
+    render.plan(shown, by=by, as_json=as_json)
+
+
+@cli.command()
+@_manifest_option(required=True)
+@click.option("--output", "-o", type=click.Path(path_type=Path), default=BUNDLE, show_default=True, help="The bundle.")
+@click.option("--compile-only", is_flag=True, help="Compile all candidates, measure nothing; needs no GPU.")
+@click.option("--from", "compiled_from", type=click.Path(path_type=Path), help="Take code from a --compile-only bundle.")
+@click.option("--jobs", "-j", type=click.IntRange(1, 1024), help="Compiling processes; default: one per core.")
+@click.option("--allow-busy-gpu", is_flag=True, help="Measure although other processes use the GPU.")
+@click.option("--line-info", is_flag=True, help="Keep source lines for profilers; the bundle is marked.")
+@click.option("--json-events", is_flag=True, help="Print one JSON object per event instead of progress bars.")
+def build(manifest: str, output: Path, json_events: bool, **options: Any) -> None:
+    """Plan, compile, measure and pack a bundle. Prints its digest."""
+    wanted = _load(manifest)
+    from kernelbake import build as library
+
+    with render.events(as_json=json_events) as on_event:
+        result = library.build(wanted, output, on_event=on_event, **options)
+    render.built(result, as_json=json_events)
+
+
+@cli.command()
+@_bundle_argument
+@_manifest_option(required=False)
+@click.option("--config", type=click.Path(path_type=Path), help="A run's configuration; is it covered?")
+@click.option("--for", "gpu_target", metavar="sm_NNN", help="Check the fit for this gpu target instead of this machine.")
+@click.option("--device", metavar="NAME", help="With --for: the device name as its driver reports it.")
+@click.option("--replan", is_flag=True, help="Plan anew by a shadow run; without it the plan in the bundle is compared.")
+@click.option("--on-device", is_flag=True, help="Load and run every binary on this machine's GPU.")
+@click.option("--rebench", type=click.IntRange(1), metavar="N", help="Measure N choices again on this machine's GPU.")
+@click.option("--trusted", type=click.Path(path_type=Path), multiple=True, help="Require a signature by this public key.")
+@_json_option
+def verify(bundle: Path, as_json: bool, **options: Any) -> None:
+    """Prove what a bundle is worth: integrity, fit, coverage. Each level prints what it proved."""
+    from kernelbake import verify as library
+
+    report = library.verify(bundle, library.Request(**options))
+    render.verified(report, as_json=as_json)
+    report.refuse()
+
+
+@cli.command()
+@_bundle_argument
+@click.option("--kernel", metavar="TEXT", help="Only kernels whose name holds TEXT.")
+@_json_option
+def show(bundle: Path, kernel: str | None, as_json: bool) -> None:
+    """Show what a bundle holds: origin, fingerprint, choices, rejected candidates."""
+    from kernelbake import inspect
+
+    render.shown(inspect.show(bundle, kernel=kernel), as_json=as_json)
+
+
+@cli.command()
+@_bundle_argument
+@_manifest_option(required=False)
+@click.option("--config", type=click.Path(path_type=Path), help="A run's configuration instead of a manifest.")
+@_json_option
+def coverage(bundle: Path, manifest: str | None, config: Path | None, as_json: bool) -> None:
+    """Plan a manifest or a run anew and list what the bundle lacks for it."""
+    from kernelbake import inspect
+
+    with render.progress() as on_progress:
+        found = inspect.coverage_of(bundle, manifest=manifest, config=config, on_progress=on_progress)
+    render.coverage(found, as_json=as_json)
+    inspect.refuse(found, str(bundle))
+
+
+@cli.command()
+@_bundle_argument
+@click.argument("kernel")
+@click.option("--key", metavar="TEXT", default="", help="Only keys whose text holds TEXT.")
+@_json_option
+def explain(bundle: Path, kernel: str, key: str, as_json: bool) -> None:
+    """Say why KERNEL's keys are in the plan: the cases that launch them, the choice made, the nearest other key."""
+    from kernelbake import inspect
+
+    render.explained(inspect.explain(bundle, kernel, key), as_json=as_json)
+
+
+@cli.command()
+@click.argument("old", type=click.Path(path_type=Path))
+@click.argument("new", type=click.Path(path_type=Path))
+@_json_option
+def diff(old: Path, new: Path, as_json: bool) -> None:
+    """Compare two bundles: fingerprints, keys, choices, code."""
+    from kernelbake import report
+
+    render.diff(report.diff(old, new), as_json=as_json)
+
+
+@cli.command()
+@_bundle_argument
+@click.option("--key", required=True, type=click.Path(path_type=Path), help="The private key.")
+def sign(bundle: Path, key: Path) -> None:
+    """Write a detached signature beside the bundle. Prints its path."""
+    from kernelbake import signing
+
+    render.line(str(signing.sign(bundle, key)))
+
+
+# ---------------------------------------------------------------------------------------------- running and ending
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs one command and exits with its code."""
+    with _signals():
+        code = _run(arguments)
+    sys.exit(code)
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        cli.main(arguments, prog_name="kernelbake", standalone_mode=False)
+        render.flush()
+    except (KeyboardInterrupt, click.Abort):
+        render.note("interrupted")
+        return ExitCode.INTERRUPTED
+    except _Terminated:
+        render.note("terminated")
+        return ExitCode.TERMINATED
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "kernelbake"
+        return _refuse(InputError(f"{command}: {error.format_message().rstrip('.')}", hint=f"see {command} --help"))
+    except click.ClickException as error:
+        return _refuse(InputError(f"kernelbake: {error.format_message().rstrip('.')}"))
+    except KernelbakeError as error:
+        return _refuse(error)
+    except Exception:
+        render.fault(traceback.format_exc())
+        return ExitCode.FAULT
+    return ExitCode.DONE
+
+
+def _refuse(error: errors.KernelbakeError) -> int:
+    with contextlib.suppress(Exception):
+        render.flush()
+    render.error(error)
+    return error.exit_code
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Turns SIGTERM into an exception, so that what is open gets closed on the way out; a second one ends at once."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
