@@ -26,7 +26,7 @@ class Symbol:
     text: str
 
 
-Value: TypeAlias = "None | bool | int | float | str | Symbol | tuple[Value, ...]"
+Value: TypeAlias = "bool | int | float | str | Symbol | tuple[Value, ...] | None"
 
 
 def encode(value: Value) -> Any:
@@ -80,7 +80,7 @@ class Tokened:
         return digest.canonical_json(self.to_json()).decode()
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.token == other.token  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.token == other.token
 
     def __hash__(self) -> int:
         return hash(self.token)

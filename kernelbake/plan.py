@@ -1,7 +1,7 @@
 """The plan: all launches of all cases, with union, coverage and the nearest entry. Pure values.
 
-A plan comes out of a shadow run. What a bundle holds is an ``Inventory``; ``coverage`` is the difference of the two, and
-is what ``verify``, ``coverage`` and the preflight of a run all report.
+A plan comes out of a shadow run. What a bundle holds is an ``Inventory``; ``coverage`` is the difference of the two,
+and is what ``verify``, ``coverage`` and the preflight of a run all report.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KernelFacts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> KernelFacts:
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        fields: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in data.items()}
         fields["kernel"] = Kernel.from_json(data["kernel"])
         return cls(**fields)
 
@@ -406,8 +406,13 @@ def _sources(plan: Plan, held: Inventory) -> list[Missing]:
 def _missing_key(launch: Launch, choices: Sequence[Choice]) -> Missing:
     if not choices:
         return Missing("kernel", launch.kernel.name, str(launch.key or "(not tuned)"), launch.cases)
-    nearest = min((_key_differences(launch.key, choice.key) for choice in choices), key=len)
+    nearest = nearest_key(launch.key, [choice.key for choice in choices])
     return Missing("key", launch.kernel.name, str(launch.key or "(not tuned)"), launch.cases, nearest)
+
+
+def nearest_key(key: AutotuneKey | None, others: Iterable[AutotuneKey | None]) -> tuple[str, ...]:
+    """How the nearest of other keys of the same kernel differs, ``field: wanted; held``; empty where there is none."""
+    return min((_key_differences(key, other) for other in others), key=len, default=())
 
 
 def _key_differences(wanted: AutotuneKey | None, held: AutotuneKey | None) -> tuple[str, ...]:

@@ -203,7 +203,7 @@ def autotune_key(autotuner: Autotuner, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def pruned_configs(autotuner: Autotuner, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[triton.Config]:
-    """The candidates of this call. Writes Triton's shared ``nargs`` for the time of the call: planning is single-threaded."""
+    """The candidates of this call. Writes Triton's shared ``nargs`` meanwhile: planning is single-threaded."""
     if not is_tuned(autotuner):
         return list(autotuner.configs)
     autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
@@ -226,7 +226,7 @@ def compiled_function(launchable: Any) -> JITFunction[Any]:
     function = innermost(launchable)
     if isinstance(function, InterpretedFunction):
         return JITFunction(function.fn, **function.kwargs)
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 class Binder:

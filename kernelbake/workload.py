@@ -1,7 +1,7 @@
 """The workload: what a trainer tells kernelbake about its training steps, and how its plug-in is found.
 
-kernelbake knows no trainer. A plug-in is an object registered in the entry-point group ``kernelbake.workloads`` under the
-name that a manifest's ``workload.plugin`` gives. Its module may load nothing heavy at import; torch comes in only when
+kernelbake knows no trainer. A plug-in is an object registered in the entry-point group ``kernelbake.workloads`` under
+the name that a manifest's ``workload.plugin`` gives. Its module may load nothing heavy at import; torch comes in only when
 ``open`` is called, in a process that kernelbake has prepared for it (fake or real).
 """
 
@@ -108,7 +108,7 @@ class Workload(Protocol):
         ...
 
     def implementations(self, spec: Any) -> dict[str, str]:
-        """Which implementation serves each call that could be rerouted: importable back ends, fallbacks, hub kernels."""
+        """Which implementation serves each call that could be rerouted: back ends, fallbacks, hub kernels."""
         ...
 
     def oracles(self, spec: Any) -> Mapping[str, Oracle]:
