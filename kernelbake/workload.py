@@ -1,8 +1,8 @@
 """The workload: what a trainer tells kernelbake about its training steps, and how its plug-in is found.
 
 kernelbake knows no trainer. A plug-in is an object registered in the entry-point group ``kernelbake.workloads`` under
-the name that a manifest's ``workload.plugin`` gives. Its module may load nothing heavy at import; torch comes in only when
-``open`` is called, in a process that kernelbake has prepared for it (fake or real).
+the name that a manifest's ``workload.plugin`` gives. Its module may load nothing heavy at import; torch comes in only
+when ``open`` is called, in a process that kernelbake has prepared for it (fake or real).
 """
 
 from __future__ import annotations
