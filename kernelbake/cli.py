@@ -20,7 +20,7 @@ from kernelbake.errors import ExitCode, InputError, KernelbakeError
 if TYPE_CHECKING:
     from kernelbake.manifest import Manifest
 
-EPILOG = "Exit codes: 0 done, 1 a fault of ours, 2 input, 3 bundle, 4 does not fit, 5 missing, 6 build, 7 locked, 130, 143."
+EPILOG = "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 does not fit, 5 missing, 6 build, 7 locked, 130, 143."
 BUNDLE = "bundle.tar"
 
 
@@ -85,7 +85,9 @@ def plan(manifest: str, by: str, only: tuple[str, ...], as_json: bool) -> None:
 @_manifest_option(required=True)
 @click.option("--output", "-o", type=click.Path(path_type=Path), default=BUNDLE, show_default=True, help="The bundle.")
 @click.option("--compile-only", is_flag=True, help="Compile all candidates, measure nothing; needs no GPU.")
-@click.option("--from", "compiled_from", type=click.Path(path_type=Path), help="Take code from a --compile-only bundle.")
+@click.option(
+    "--from", "compiled_from", type=click.Path(path_type=Path), help="Take code from a --compile-only bundle."
+)
 @click.option("--jobs", "-j", type=click.IntRange(1, 1024), help="Compiling processes; default: one per core.")
 @click.option("--allow-busy-gpu", is_flag=True, help="Measure although other processes use the GPU.")
 @click.option("--line-info", is_flag=True, help="Keep source lines for profilers; the bundle is marked.")
@@ -104,20 +106,25 @@ def build(manifest: str, output: Path, json_events: bool, **options: Any) -> Non
 @_bundle_argument
 @_manifest_option(required=False)
 @click.option("--config", type=click.Path(path_type=Path), help="A run's configuration; is it covered?")
-@click.option("--for", "gpu_target", metavar="sm_NNN", help="Check the fit for this gpu target instead of this machine.")
+@click.option("--for", "gpu_target", metavar="GPU", help="Check the fit for sm_120, say, or a device profile.")
 @click.option("--device", metavar="NAME", help="With --for: the device name as its driver reports it.")
-@click.option("--replan", is_flag=True, help="Plan anew by a shadow run; without it the plan in the bundle is compared.")
+@click.option(
+    "--replan", is_flag=True, help="Plan anew by a shadow run; without it the plan in the bundle is compared."
+)
 @click.option("--on-device", is_flag=True, help="Load and run every binary on this machine's GPU.")
-@click.option("--rebench", type=click.IntRange(1), metavar="N", help="Measure N choices again on this machine's GPU.")
-@click.option("--trusted", type=click.Path(path_type=Path), multiple=True, help="Require a signature by this public key.")
+@click.option(
+    "--trusted", type=click.Path(path_type=Path), multiple=True, help="Require a signature by this public key."
+)
 @_json_option
 def verify(bundle: Path, as_json: bool, **options: Any) -> None:
     """Prove what a bundle is worth: integrity, fit, coverage. Each level prints what it proved."""
-    from kernelbake import verify as library
+    from kernelbake import levels
 
-    report = library.verify(bundle, library.Request(**options))
+    with render.progress() as on_progress:
+        report = levels.verify(bundle, levels.Request(**options), on_progress=on_progress)
     render.verified(report, as_json=as_json)
-    report.refuse()
+    for refusal in report.refusals:
+        raise refusal
 
 
 @cli.command()

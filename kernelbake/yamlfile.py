@@ -1,8 +1,8 @@
 """A strict reader of small YAML 1.2 files: plain data, and the line of every value. Every fault at once.
 
-Scalars follow the JSON schema of YAML 1.2: ``no``, ``12:30``, ``0x120`` and ``010`` are text, ``6e-4`` is a number. What
-makes a file dangerous or ambiguous is refused while it is read, before anything is built from it: anchors and aliases,
-tags, duplicate keys, keys that are no text, more than one document, infinities, deep nesting and large files.
+Scalars follow the JSON schema of YAML 1.2: ``no``, ``12:30``, ``0x120`` and ``010`` are text, ``6e-4`` is a number.
+What makes a file dangerous or ambiguous is refused while it is read, before anything is built from it: anchors and
+aliases, tags, duplicate keys, keys that are no text, more than one document, infinities, deep nesting, large files.
 """
 
 from __future__ import annotations

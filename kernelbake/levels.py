@@ -1,0 +1,297 @@
+"""What a bundle is worth, level by level: integrity, signature, fit, coverage, and on request the device itself.
+
+A level proves something, refuses with every reason, or says plainly that it was not checked and why. Without a device
+nothing here imports torch or Triton: integrity needs bytes, fit for a named GPU compares recorded facts, and coverage
+compares the plan inside the bundle with its entries (``replan`` makes the plan anew in a child process).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernelbake import bundle, fingerprint, inspect, profiles
+from kernelbake.errors import InputError, KernelbakeError, MisfitError
+from kernelbake.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from kernelbake.bundle import Bundle
+
+
+class Outcome(enum.StrEnum):
+    """What became of a level."""
+
+    PROVED = "proved"
+    REFUSED = "refused"
+    UNCHECKED = "not checked"
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One level of a verification.
+
+    Args:
+        name: ``integrity``, ``signature``, ``fit``, ``coverage``, ``device``.
+        outcome: what became of it.
+        text: what was proved, or why it was not checked; the error's message where it was refused.
+        error: what to raise, where it was refused; its reasons are every single finding.
+    """
+
+    name: str
+    outcome: Outcome
+    text: str
+    error: KernelbakeError | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        refused = self.error is not None
+        return {
+            "level": self.name,
+            "outcome": self.outcome.value,
+            "text": self.text,
+            "reasons": list(self.error.reasons) if refused else [],
+            "hint": self.error.hint if refused else None,
+            "exit_code": int(self.error.exit_code) if refused else 0,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A verification.
+
+    Args:
+        path: the bundle's file.
+        digest: the bundle's digest; None where it could not be read.
+        levels: in the order in which they were checked.
+    """
+
+    path: Path
+    digest: str | None
+    levels: tuple[Level, ...]
+
+    @property
+    def refusals(self) -> tuple[KernelbakeError, ...]:
+        """The errors of the levels that refused, in order; a command ends with the exit code of the first."""
+        return tuple(level.error for level in self.levels if level.error is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        levels = [level.to_json() for level in self.levels]
+        return {"bundle": str(self.path), "digest": self.digest, "sound": not self.refusals, "levels": levels}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to verify beside integrity and the coverage inside.
+
+    Args:
+        manifest: path or name of a manifest to cover.
+        config: a run's configuration to cover.
+        gpu_target: check the fit for this gpu target or device profile, not for this machine.
+        device: the device name that goes with ``gpu_target``.
+        replan: plan anew although the plan inside the bundle would do.
+        on_device: load every binary on this machine's GPU.
+        trusted: public keys of which one must have signed.
+    """
+
+    manifest: str | None = None
+    config: Path | None = None
+    gpu_target: str | None = None
+    device: str | None = None
+    replan: bool = False
+    on_device: bool = False
+    trusted: tuple[Path, ...] = ()
+
+
+OnProgress = Callable[[int, int, str], None]
+
+
+def verify(path: Path, request: Request, *, on_progress: OnProgress | None = None) -> Report:
+    """Checks a bundle level by level; one that cannot be trusted is not looked at further.
+
+    Args:
+        path: the bundle.
+        request: what to check.
+        on_progress: called while planning anew with cases done, cases in all, and the case.
+
+    Raises:
+        InputError: the request itself cannot be used.
+    """
+    if request.device is not None and request.gpu_target is None:
+        raise InputError("verify: `--device` without `--for`; wanted both", hint="add `--for sm_120`, say")
+    if request.manifest is not None and request.config is not None:
+        raise InputError("verify: `--manifest` and `--config` both given; wanted one of them")
+    try:
+        held = bundle.read(path)
+    except InputError:
+        raise
+    except KernelbakeError as error:
+        return Report(path, None, (_refused("integrity", error),))
+    return Report(path, held.digest, tuple(_levels(path, held, request, on_progress)))
+
+
+def _levels(path: Path, held: Bundle, request: Request, on_progress: OnProgress | None) -> Iterator[Level]:
+    entries = f"{len(held.entries)} entries" if len(held.entries) != 1 else "1 entry"
+    yield _proved("integrity", f"each of {held.size_bytes:,} bytes is accounted for; {entries}, made: {held.made}")
+    if request.trusted:
+        yield _level("signature", lambda: _signature(path, request))
+    yield _level("fit", lambda: _fit(held, request))
+    yield _level("coverage", lambda: _coverage(path, held, request, on_progress))
+    if request.on_device:
+        yield _level("device", lambda: _device(held))
+
+
+def _level(name: str, check: Callable[[], Level]) -> Level:
+    try:
+        return check()
+    except InputError:
+        raise
+    except KernelbakeError as error:
+        return _refused(name, error)
+
+
+def _proved(name: str, text: str) -> Level:
+    return Level(name, Outcome.PROVED, text)
+
+
+def _refused(name: str, error: KernelbakeError) -> Level:
+    return Level(name, Outcome.REFUSED, error.message, error)
+
+
+# ---------------------------------------------------------------------------------------------- signature, fit
+
+
+def _signature(path: Path, request: Request) -> Level:
+    from kernelbake import signing
+
+    signer = signing.check(path, request.trusted)
+    return _proved("signature", f"signed by {signer}")
+
+
+def _fit(held: Bundle, request: Request) -> Level:
+    if request.gpu_target is not None:
+        return _compared(held, _named(request.gpu_target, request.device), request.device or request.gpu_target)
+    if held.made == "interpreted":
+        return _compared(held, _installed(), "Triton's interpreter here")
+    count = gpu_count()
+    if count == 0:
+        return Level("fit", Outcome.UNCHECKED, "no GPU here; use `--for sm_120 --device NAME` to compare with one")
+    from kernelbake import host
+
+    kernels = list(held.plan.kernels.values())
+    reasons: list[str] = []
+    for index in range(count):
+        here = host.fingerprint(index, kernels, build=False)
+        differences = fingerprint.compare(held.fingerprint, here)
+        reasons += [f"cuda:{index} {difference}" for difference in differences if difference.refuses]
+    if reasons:
+        raise _misfit(held, reasons)
+    gpus = "the GPU here" if count == 1 else f"each of the {count} GPUs here"
+    return _proved("fit", f"every enforced field agrees with {gpus}")
+
+
+def _compared(held: Bundle, here: Fingerprint, what: str) -> Level:
+    """Compares the fields that ``here`` knows, and says which enforced ones it does not."""
+    known = Fingerprint(tuple(field for field in held.fingerprint.fields if field.name in here))
+    differences = [str(difference) for difference in fingerprint.compare(known, here) if difference.refuses]
+    if differences:
+        raise _misfit(held, differences)
+    enforced = [field for field in held.fingerprint.fields if field.cls is fingerprint.FieldClass.ENFORCED]
+    left = ", ".join(field.name for field in enforced if field.name not in here)
+    rest = f"; compared when a run starts: {left}" if left else ""
+    return _proved("fit", f"{', '.join(field.name for field in here.fields)} agree with {what}{rest}")
+
+
+def _misfit(held: Bundle, reasons: list[str]) -> MisfitError:
+    count = "1 difference" if len(reasons) == 1 else f"{len(reasons)} differences"
+    return MisfitError(
+        f"bundle {held.name}: {count} from what it was made for; wanted none",
+        reasons=reasons,
+        hint="build a bundle for this GPU and these versions",
+    )
+
+
+def _named(gpu_target: str, device: str | None) -> Fingerprint:
+    """What is known of a named GPU.
+
+    Raises:
+        InputError: neither a gpu target nor a device profile.
+    """
+    known = [profiles.load(name) for name in profiles.names()]
+    for profile in known:
+        named = gpu_target == profile.id and device in (None, profile.name)
+        if named or (gpu_target == profile.gpu_target and device == profile.name):
+            return Fingerprint.of(
+                {
+                    "gpu.backend": profile.backend,
+                    "gpu.capability": fingerprint.capability(*profile.capability),
+                    "gpu.device": profile.name,
+                    "gpu.sm_count": profile.sm_count,
+                    "gpu.shared_memory_bytes": profile.shared_memory_bytes,
+                }
+            )
+    digits = gpu_target.removeprefix("sm_").removesuffix("a")
+    if not (gpu_target.startswith("sm_") and digits.isascii() and digits.isdigit() and 2 <= len(digits) <= 3):
+        ids = ", ".join(f"`{profile.id}`" for profile in known)
+        raise InputError(f"--for: `{gpu_target}` is no gpu target; wanted `sm_120`, say, or a device profile ({ids})")
+    capability = fingerprint.capability(int(digits[:-1]), int(digits[-1]))
+    name = {"gpu.device": device} if device is not None else {}
+    return Fingerprint.of({"gpu.backend": "cuda", "gpu.capability": capability, **name})
+
+
+def _installed() -> Fingerprint:
+    """What package metadata says of this environment, without importing any of it."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return Fingerprint.of({"gpu.backend": profiles.INTERPRETER, "triton.version": None})
+    return Fingerprint.of({"gpu.backend": profiles.INTERPRETER, "triton.version": version})
+
+
+def gpu_count() -> int:
+    """CUDA devices visible to this process, asked of the driver itself; 0 without one."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+# ---------------------------------------------------------------------------------------------- coverage, device
+
+
+def _coverage(path: Path, held: Bundle, request: Request, on_progress: OnProgress | None) -> Level:
+    anew = request.replan or request.config is not None or not _is_own(held, request.manifest)
+    if anew:
+        found = inspect.coverage_of(path, manifest=request.manifest, config=request.config, on_progress=on_progress)
+    else:
+        found = inspect.covered_inside(held)
+    inspect.refuse(found, f"bundle {held.name}")
+    origin = "a plan made anew" if anew else "the plan inside"
+    unused = f"; {len(found.coverage.unused)} held are not needed" if found.coverage.unused else ""
+    needed = f"{found.coverage.num_needed} launches of {found.cases} cases, by {origin}, are all held"
+    return _proved("coverage", f"{needed}{unused}")
+
+
+def _is_own(held: Bundle, name: str | None) -> bool:
+    """Whether a manifest asks for exactly what the bundle's own asks for, so that the plan inside is its plan."""
+    if name is None:
+        return True
+    from kernelbake import manifest
+
+    wanted = manifest.load(manifest.find(name)).resolved()
+    return all(wanted[part] == held.manifest_resolved.get(part) for part in ("gpu", "workload"))
+
+
+def _device(held: Bundle) -> Level:
+    from kernelbake import freeze
+
+    with freeze.freeze(held) as frozen:
+        loaded = frozen.counters.loads
+    return _proved("device", f"{loaded} binaries were loaded on the GPU here")

@@ -1,0 +1,378 @@
+"""What a person sees. The only file of kernelbake that imports rich, and beside ``cli`` the only one that writes.
+
+stdout is data: tables, JSON, digests, paths. stderr is everything else: progress, notes, refusals. Tables are plain text
+of fixed layout, the same on a terminal and in a file; rich draws progress, on terminals only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from kernelbake.errors import KernelbakeError
+    from kernelbake.plan import Plan
+
+REPORT_HINT = (
+    "this is a fault of kernelbake: please report it with the lines above and the output of `kernelbake --version`"
+)
+_PLAIN_INTERVAL_S = 5.0
+
+
+# ---------------------------------------------------------------------------------------------- streams
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Writes; a reader that went away (``| head``) ends the output, not the command and not its exit code."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def line(text: str = "") -> None:
+    """One line of data."""
+    _write(sys.stdout, f"{text}\n")
+
+
+def data(value: Any) -> None:
+    """Data as strict JSON."""
+    line(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """One line that is no data."""
+    _write(sys.stderr, f"{text}\n")
+
+
+def flush() -> None:
+    """Hands on what is still buffered."""
+    _write(sys.stdout, "")
+
+
+def error(failure: KernelbakeError) -> None:
+    """A refusal: its message, all its reasons, its hint."""
+    note(f"error: {failure}")
+
+
+def fault(text: str) -> None:
+    """An exception that no one expected."""
+    note(text.rstrip())
+    note(REPORT_HINT)
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> list[str]:
+    """Lines of a table with columns two spaces apart.
+
+    Args:
+        header: the columns' names.
+        rows: their cells.
+        right: the columns whose cells stand at the right.
+    """
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+
+    def lined(row: Sequence[str]) -> str:
+        parts = [
+            text.rjust(w) if i in right else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(parts).rstrip()
+
+    return [lined(row) for row in cells]
+
+
+def bytes_text(count: int) -> str:
+    """``1.5 MB``: a count of bytes in powers of 1000."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 key``, ``2 keys``."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
+# ---------------------------------------------------------------------------------------------- progress
+
+
+class _Lines:
+    """Progress as plain lines: a phase's begin and end, and between them one line every few seconds."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._next = 0.0
+
+    def update(self, phase: str, done: int, total: int | None, message: str) -> None:
+        now = time.monotonic()
+        finished = total is not None and done >= total
+        if phase == self._phase and now < self._next and not finished:
+            return
+        self._phase, self._next = phase, now + _PLAIN_INTERVAL_S
+        count = f" {done:,}/{total:,}" if total else ""
+        note(f"{phase}{count}{': ' + message if message else ''}")
+
+
+class _Bars:
+    """Progress as bars, one for each phase."""
+
+    def __init__(self, bars: Any) -> None:
+        self._bars = bars
+        self._tasks: dict[str, Any] = {}
+
+    def update(self, phase: str, done: int, total: int | None, message: str) -> None:
+        if phase not in self._tasks:
+            self._tasks[phase] = self._bars.add_task(phase, total=total or None, message=message)
+        self._bars.update(self._tasks[phase], completed=done, total=total or None, message=message)
+
+
+@contextlib.contextmanager
+def _drawing() -> Iterator[_Lines | _Bars]:
+    """Bars where stderr is a terminal, plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[message]}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        yield _Bars(bars)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A callback ``(cases done, cases in all, message)`` that shows how far planning is."""
+    with _drawing() as drawing:
+        yield lambda done, total, message="": drawing.update("plan", done, total, message)
+
+
+@contextlib.contextmanager
+def events(*, as_json: bool) -> Iterator[Callable[[Any], None]]:
+    """A callback for the events of a build."""
+    if as_json:
+        yield lambda event: _write(sys.stdout, json.dumps(_event(event), allow_nan=False) + "\n")
+        return
+    with _drawing() as drawing:
+
+        def show(event: Any) -> None:
+            if event.kind in ("phase", "progress"):
+                drawing.update(event.phase, event.done or 0, event.total, event.message)
+            else:
+                note(f"{event.phase}: {event.message}")
+
+        yield show
+
+
+def _event(event: Any) -> dict[str, Any]:
+    names = ("kind", "phase", "done", "total", "message", "data")
+    return {name: getattr(event, name) for name in names}
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+def plan(found: Plan, *, by: str, as_json: bool) -> None:
+    """A plan: its launches by kernel or by case, what was skipped, and warnings on stderr."""
+    from kernelbake import inspect
+
+    for warning in inspect.warnings(found):
+        note(f"warning: {warning}")
+    if as_json:
+        data(found.to_json())
+        return
+    profile = found.profile
+    line(f"{profile['name']}, {counted(len(found.cases), 'case')}, {len(found.skipped)} skipped")
+    for case, reason in found.skipped:
+        line(f"skipped {case.id}: {reason}")
+    line()
+    _print(_by_case(found) if by == "case" else _by_kernel(found))
+    line()
+    kernels = inspect.by_kernel(found)
+    binaries, frozen = sum(row.binaries for row in kernels), sum(row.frozen for row in kernels)
+    line(
+        f"{counted(found.num_keys, 'key')}, {counted(len(found.launches), 'launch').replace('launchs', 'launches')}, "
+        f"{counted(found.num_candidates, 'candidate')}, {counted(binaries, 'binary')} to compile, {frozen:,} to hold"
+    )
+
+
+def _by_kernel(found: Plan) -> list[str]:
+    from kernelbake import inspect
+
+    header = ("kernel", "keys", "candidates", "binaries", "held", "cases")
+    rows = [
+        (row.kernel, row.keys, row.candidates, row.binaries, row.frozen, len(row.cases))
+        for row in inspect.by_kernel(found)
+    ]
+    return table(header, rows, right=(1, 2, 3, 4, 5))
+
+
+def _by_case(found: Plan) -> list[str]:
+    from kernelbake import inspect
+
+    rows = []
+    for case, launches in inspect.by_case(found):
+        rows += [
+            (case if index == 0 else "", launch.kernel.name, launch.key or "-") for index, launch in enumerate(launches)
+        ]
+    return table(("case", "kernel", "key"), rows)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for text in lines:
+        line(text)
+
+
+def built(result: Any, *, as_json: bool) -> None:
+    """What a build came to; its digest is the only data."""
+    rejected = dict(sorted(result.rejected.items()))
+    if as_json:
+        values = {
+            "kind": "result",
+            "path": str(result.path),
+            "digest": result.digest,
+            "made": result.made,
+            "keys": result.keys,
+            "candidates": result.candidates,
+            "rejected": rejected,
+            "entries": result.entries,
+            "bundle_bytes": result.bundle_bytes,
+            "seconds": dict(result.seconds),
+        }
+        line(json.dumps(values, allow_nan=False))
+        return
+    reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
+    note(f"keys        {result.keys:,}")
+    note(f"candidates  {result.candidates:,}")
+    note(f"rejected    {sum(rejected.values()):,}{f' ({reasons})' if reasons else ''}")
+    note(f"entries     {result.entries:,}")
+    note(f"bundle      {result.path}, {bytes_text(result.bundle_bytes)}, made: {result.made}")
+    note(f"seconds     {', '.join(f'{phase} {seconds:.1f}' for phase, seconds in result.seconds.items())}")
+    line(result.digest)
+
+
+def verified(report: Any, *, as_json: bool) -> None:
+    """A verification, one line for each level that proved something or says why it did not."""
+    if as_json:
+        data(report.to_json())
+        return
+    if report.digest is not None:
+        line(f"digest     {report.digest}")
+    for level in report.levels:
+        outcome = "" if level.outcome == "proved" else f"{level.outcome}: "
+        line(f"{level.name:<10} {outcome}{level.text}")
+        if (
+            level.error is not None and level.error is not report.refusals[0]
+        ):  # the first is shown as the command's error
+            _print(f"{'':<10} {reason}" for reason in level.error.reasons)
+
+
+def shown(summary: Any, *, as_json: bool) -> None:
+    """A bundle in short."""
+    if as_json:
+        data(summary.to_json())
+        return
+    counts = summary.counts
+    line(f"name        {summary.name}")
+    line(f"digest      {summary.digest}")
+    line(f"made        {summary.made}")
+    line(f"size        {bytes_text(summary.size_bytes)}, {counted(counts['entries'], 'entry')}")
+    line(
+        f"planned     {', '.join(counted(counts[noun + 's'], noun) for noun in ('case', 'kernel', 'key', 'candidate'))}"
+    )
+    reasons = ", ".join(f"{count} {reason}" for reason, count in summary.rejected.items())
+    line(f"tried       {counts['tried']:,}, rejected {counts['rejected']:,}{f' ({reasons})' if reasons else ''}")
+    line()
+    fields = [(name, cls, _value(value)) for name, cls, value in summary.fingerprint]
+    _print(table(("field", "class", "value"), fields))
+    for case, reason in summary.skipped:
+        line(f"skipped {case}: {reason}")
+    line()
+    _print(_choices(summary.choices))
+
+
+def _choices(choices: Iterable[Any]) -> list[str]:
+    header = ("kernel", "key", "winner", "median ms", "binaries")
+    rows = [
+        (choice.kernel.name, choice.key or "-", choice.winner, _ms(choice.times.get("median_ms")), len(choice.entries))
+        for choice in choices
+    ]
+    return table(header, rows, right=(3, 4))
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def coverage(found: Any, *, as_json: bool) -> None:
+    """A bundle against a plan."""
+    if as_json:
+        data(found.to_json())
+        return
+    line(f"digest   {found.digest}")
+    line(f"needed   {found.coverage.num_needed:,} launches of {counted(found.cases, 'case')}")
+    line(f"missing  {len(found.coverage.missing):,}")
+    line(f"unused   {len(found.coverage.unused):,}")
+    for kernel, key in found.coverage.unused:
+        line(f"unused   {kernel} {key}")
+
+
+def explained(items: Sequence[Any], *, as_json: bool) -> None:
+    """Why decisions are in a bundle."""
+    if as_json:
+        data([item.to_json() for item in items])
+        return
+    for item in items:
+        choice = item.choice
+        line(f"{choice.kernel.name} {choice.key or '(not tuned)'}")
+        line(f"  winner   {choice.winner}, {_ms(choice.times.get('median_ms'))} ms")
+        for case in item.cases:
+            line(f"  case     {case}")
+        for variant in item.variants:
+            line(f"  binary   {variant}")
+        for config, outcome, median in item.outcomes:
+            line(f"  tried    {config}: {f'{_ms(median)} ms' if outcome == 'ok' else outcome}")
+        if item.nearest is not None:
+            key, differences = item.nearest
+            line(f"  nearest  {key}; differs in {', '.join(differences)}")
+
+
+def diff(found: Any, *, as_json: bool) -> None:
+    """Two bundles compared."""
+    if as_json:
+        data(found.to_json())
+        return
+    _print(str(found).splitlines())
