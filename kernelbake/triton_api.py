@@ -7,10 +7,17 @@ between calls or launches anything.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import importlib
+import functools
+import importlib.util
 import inspect
+import os
+import shutil
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,14 +25,17 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import make_backend
+from triton.compiler.compiler import AsmDict, CompiledKernel
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction, KernelInterface, create_function_from_signature
 
 from kernelbake import digest
-from kernelbake.errors import UnsupportedError
+from kernelbake.errors import BuildError, UnsupportedError
 from kernelbake.keys import AutotuneKey, Config, Kernel, Parameter, Specialization, Symbol, Value
 from kernelbake.plan import KernelFacts
 
@@ -308,6 +318,16 @@ def _leaves(path: tuple[int, ...], type_: Value, key: Value) -> Iterator[tuple[t
         yield path, type_, key
 
 
+# ---------------------------------------------------------------------------------------------- compiling
+
+
+def use_cache_folder(folder: Path) -> None:
+    """Makes this process compile into a folder of its own, and keep no intermediate code there."""
+    knobs.cache.dir = str(folder)
+    knobs.compilation.store_binary_only = True
+    knobs.compilation.always_compile = False
+
+
 # ---------------------------------------------------------------------------------------------- facts and sources
 
 
@@ -403,3 +423,338 @@ def _device_functions(scope: Mapping[str, Any]) -> list[Callable[..., Any]]:
 
 def _is_tritons(module: str) -> bool:
     return module == "triton" or module.startswith("triton.")
+
+
+# ---------------------------------------------------------------------------------------------- the frozen runtime
+
+
+_LAUNCHER_CALL = ("gridX", "gridY", "gridZ", "stream", "function")
+_HOOKED = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+
+
+def interfaces() -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
+    """What the frozen runtime calls or replaces in Triton: name → live function, and the parameters it should have."""
+    from triton.runtime import build, cache
+
+    compile_ = ("self", "key", "signature", "device", "constexprs", "options", "attrs", "warmup")
+    hooked = () if version() == (3, 6) else _HOOKED
+    return {
+        "Autotuner.run": (Autotuner.run, ("self", "args", "kwargs")),
+        "Autotuner._bench": (Autotuner._bench, ("self", "args", "config", "meta")),
+        "Autotuner.warmup": (Autotuner.warmup, ("self", "args", "kwargs")),
+        "Config.all_kwargs": (triton.Config.all_kwargs, ("self",)),
+        "Heuristics.run": (Heuristics.run, ("self", "args", "kwargs")),
+        "InterpretedFunction.run": (InterpretedFunction.run, ("self", "args", "grid", "warmup", "kwargs")),
+        "JITFunction.run": (JITFunction.run, ("self", "args", "grid", "warmup", "kwargs")),
+        "JITFunction.preload": (JITFunction.preload, ("self", "specialization_data")),
+        "JITFunction._do_compile": (JITFunction._do_compile, compile_),
+        "KernelInterface.__getitem__": (KernelInterface.__getitem__, ("self", "grid")),
+        "KernelInterface.warmup": (KernelInterface.warmup, ("self", "args", "grid", "kwargs")),
+        "CompiledKernel.__init__": (CompiledKernel.__init__, ("self", "src", "metadata_group", "hash")),
+        "CompiledKernel._init_handles": (CompiledKernel._init_handles, ("self",)),
+        "CompiledKernel.launch_metadata": (CompiledKernel.launch_metadata, ("self", "grid", "stream", "args")),
+        "CudaLauncher.__init__": (nvidia.CudaLauncher.__init__, ("self", "src", "metadata")),
+        "CudaLauncher.__call__": (nvidia.CudaLauncher.__call__, ("self", *_LAUNCHER_CALL, *hooked, "args")),
+        "create_function_from_signature": (create_function_from_signature, ("sig", "kparams", "backend")),
+        "get_cache_manager": (cache.get_cache_manager, ("key",)),
+        "build.platform_key": (build.platform_key, ()),
+    }
+
+
+def check_interfaces(found: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] | None = None) -> None:
+    """Refuses a Triton, or a patch upon it, whose functions no longer take what the frozen runtime gives.
+
+    Raises:
+        UnsupportedError: the version is not supported, or with every function that differs.
+    """
+    check_supported()
+    drift = []
+    for name, (function, wanted) in (interfaces() if found is None else found).items():
+        parameters = tuple(inspect.signature(function).parameters)
+        if parameters != wanted:
+            drift.append(f"`{name}` takes ({', '.join(parameters)}); wanted ({', '.join(wanted)})")
+    if drift:
+        raise UnsupportedError(
+            f"triton: {len(drift)} functions of `{triton.__version__}` differ from those of 3.6 to 3.9",
+            reasons=drift,
+            hint="something replaced them in this process, or this is a changed build of Triton",
+        )
+
+
+def live_binder(function: Any, target: GPUTarget) -> Callable[..., tuple[dict[str, Any], list[Any], dict[str, Any]]]:
+    """Triton's own binder of a function: (bound arguments, specialization, options) of a call."""
+    function = compiled_function(function)
+    return create_function_from_signature(  # type: ignore[no-any-return]
+        function.signature, function.params, make_backend(target)
+    )
+
+
+def implied_options() -> frozenset[str]:
+    """Options that ``JITFunction.run`` adds by itself on every launch."""
+    return _IMPLIED_OPTIONS
+
+
+@functools.cache
+def _metadata_class(fields: tuple[str, ...]) -> Any:
+    """One class for all kernels with the same metadata; making it costs more than loading a small cubin."""
+    return collections.namedtuple("KernelMetadata", fields)
+
+
+class LoadedKernel(CompiledKernel):  # type: ignore[misc]
+    """One entry as Triton's compiled kernel, made from memory: no file is read and nothing is compiled.
+
+    Args:
+        source: Triton's source object of the kernel and specialization.
+        metadata: Triton's launch metadata, as data.
+        binary: the cubin.
+    """
+
+    def __init__(self, source: Any, metadata: Mapping[str, Any], binary: bytes) -> None:
+        target = metadata["target"]
+        fields = {**metadata, "target": GPUTarget(target["backend"], target["arch"], target["warp_size"])}
+        self.metadata = _metadata_class(tuple(sorted(fields)))(**fields)
+        backend = make_backend(self.metadata.target)
+        self.packed_metadata = backend.pack_metadata(self.metadata)
+        self.src = source
+        self.hash = metadata["hash"]
+        self.name = metadata["name"]
+        self.asm = AsmDict({backend.binary_ext: binary})
+        self.metadata_group: dict[str, str] = {}
+        self.kernel = binary
+        self.module = None
+        self._module_pid: int | None = None
+        self.function = None
+        self._run: Any = None
+
+    def load(self, device: int, launcher: Any = None) -> None:
+        """Loads the module on the current device, which must be ``device``; on an error the object stays unloaded.
+
+        Args:
+            device: its index.
+            launcher: the launcher where the bundle brings one; None lets Triton make its own, without a compiler.
+
+        Raises:
+            UnsupportedError: the device lacks the shared memory, tensor memory or threads that the kernel needs.
+        """
+        active = triton.runtime.driver.active
+        run = launcher if launcher is not None else active.launcher_cls(self.src, self.metadata)
+        limit = active.utils.get_device_properties(device)["max_shared_mem"]
+        if self.metadata.shared > limit:
+            raise UnsupportedError(
+                f"kernel {self.name}: needs {self.metadata.shared} bytes of shared memory; device {device} has {limit}"
+            )
+        runtime = triton.knobs.runtime
+        if runtime.kernel_load_start_hook is not None:
+            runtime.kernel_load_start_hook(None, None, self.name, self.metadata_group, self.hash)
+        module, function, self.n_regs, self.n_spills, self.n_max_threads = active.utils.load_binary(
+            self.name, self.kernel, self.metadata.shared, device
+        )
+        threads = self.metadata.num_warps * self.metadata.target.warp_size
+        if threads > self.n_max_threads:
+            limit = self.n_max_threads
+            raise UnsupportedError(f"kernel {self.name}: needs {threads} threads; device {device} allows {limit}")
+        self._run, self.function, self._module_pid, self.module = run, function, os.getpid(), module
+        if runtime.kernel_load_end_hook is not None:
+            runtime.kernel_load_end_hook(module, function, self.name, self.metadata_group, self.hash)
+
+
+def loaded_kernel(launchable: Any, wanted: Specialization, metadata: Mapping[str, Any], binary: bytes) -> LoadedKernel:
+    """The kernel of an entry, not yet loaded on a device."""
+    return LoadedKernel(compile_request(launchable, wanted).source, metadata, binary)
+
+
+# ---------------------------------------------------------------------------------------------- launcher libraries
+#
+# Triton builds C helpers with the machine's compiler at first use: `cuda_utils` in every version, and in 3.6 one
+# launcher for each signature as well. A build makes them ahead with `build_library`, the bundle carries them all, and
+# `load_library` brings them into a process. They are linked against a stand-in for the driver's library that has its
+# name and no symbols, so that neither a driver nor its development files are needed to build them.
+
+UTILITIES, LAUNCHER = "cuda_utils", "__triton_launcher"
+
+
+def utilities_source() -> str:
+    """C source of the helper through which Triton loads modules; ``build_library(UTILITIES, …)`` compiles it."""
+    return (Path(nvidia.__file__).parent / "driver.c").read_text()
+
+
+def launcher_source(source: Any, metadata: Any) -> str | None:
+    """C source of an entry's launcher, for ``build_library(LAUNCHER, …)``; None from Triton 3.7 on.
+
+    The launcher takes no declared constexprs and does not tell pointers apart by what they point to, so that a few
+    launchers serve all entries: build one for each distinct source.
+
+    Args:
+        source: of a compile request.
+        metadata: of the compiled kernel.
+    """
+    if version() != (3, 6):
+        return None
+    types_ = {i: _without_pointee(type_) for i, (_, type_) in enumerate(_passed(source))}
+    text: str = nvidia.make_launcher({}, types_, getattr(metadata, "tensordesc_meta", None))
+    return text
+
+
+def _passed(source: Any) -> list[tuple[int, Any]]:
+    """Position and type of the arguments that a launcher is given: all but the declared constexprs."""
+    declared = [parameter.is_constexpr for parameter in source.fn.params]
+    return [(i, type_) for i, type_ in enumerate(source.signature.values()) if not declared[i]]
+
+
+def _without_pointee(type_: Any) -> Any:
+    if isinstance(type_, tuple):
+        return tuple(_without_pointee(part) for part in type_)
+    return "*i8" if isinstance(type_, str) and type_.startswith("*") else type_
+
+
+def build_library(name: str, source: str) -> bytes:
+    """Compiles a helper with the machine's C compiler (`CC`, else gcc, else clang); same source, same bytes.
+
+    Args:
+        name: ``UTILITIES`` or ``LAUNCHER``.
+        source: C source.
+
+    Raises:
+        BuildError: there is no compiler, Python's headers are missing, or it fails; with what it said.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        raise BuildError("launcher library: no C compiler found; wanted gcc, clang or one named by `CC`")
+    includes = [*nvidia.include_dirs, sysconfig.get_paths()["include"]]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "empty.c").write_text("")
+        Path(folder, f"{name}.c").write_text(source)
+        stand_in = [compiler, "empty.c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1"]
+        real = [compiler, f"{name}.c", "-O3", "-shared", "-fPIC", "-s", "-Wno-psabi", "-o", f"{name}.so"]
+        real += ["-L.", "-Wl,--no-as-needed", "-l:libcuda.so.1", *(f"-I{path}" for path in includes)]
+        for command in (stand_in, real):
+            try:
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            except OSError as error:
+                raise BuildError(f"launcher library: `{compiler}` does not start: {error}") from error
+            if done.returncode:
+                raise BuildError(
+                    f"launcher library `{name}`: `{compiler}` failed with status {done.returncode}",
+                    reasons=done.stderr.strip().splitlines()[-8:],
+                )
+        return Path(folder, f"{name}.so").read_bytes()
+
+
+def library_name(library: bytes) -> str:
+    """Which helper a library is: ``UTILITIES`` or ``LAUNCHER``.
+
+    Raises:
+        UnsupportedError: it is neither.
+    """
+    for name in (UTILITIES, LAUNCHER):
+        if f"PyInit_{name}\0".encode() in library:
+            return name
+    raise UnsupportedError("launcher library: it exports neither of the two helpers that Triton has")
+
+
+def load_library(name: str, path: str) -> types.ModuleType:
+    """Imports a helper from a path that no other library of this process ever had.
+
+    Raises:
+        ImportError: it does not load, with the loader's reason.
+    """
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"launcher library `{name}`: `{path}` is no extension module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def has_driver() -> bool:
+    """Whether Triton's driver object exists already in this process."""
+    config = triton.runtime.driver
+    return config._active is not None or config._default is not None
+
+
+def make_driver(utilities: types.ModuleType) -> None:
+    """Creates Triton's CUDA driver around a helper from the bundle: no compiler, no subprocess."""
+    compile_ = "compile_module_from_src" if hasattr(nvidia, "compile_module_from_src") else "compile_module_from_file"
+    stock = {name: getattr(nvidia, name) for name in (compile_, "library_dirs")}
+    setattr(nvidia, compile_, lambda *args, **kwargs: utilities)
+    nvidia.library_dirs = list  # the stock function runs ldconfig to find what only a compiler needs
+    try:
+        _ = triton.runtime.driver.active
+    finally:
+        for name, function in stock.items():
+            setattr(nvidia, name, function)
+
+
+class LibraryLauncher(nvidia.CudaLauncher):  # type: ignore[misc]
+    """Triton 3.6's launcher around a library of the bundle, called as the stock one is."""
+
+    def __init__(self, library: types.ModuleType, source: Any, metadata: Any) -> None:
+        passed = _passed(source)
+        self.positions = [position for position, _ in passed]
+        signature = dict(enumerate(type_ for _, type_ in passed))
+        descriptors = getattr(metadata, "tensordesc_meta", None)
+        self.num_ctas = getattr(metadata, "num_ctas", 1)
+        self.launch = nvidia.wrap_handle_tensordesc(library.launch, signature, descriptors)
+        for name in ("global_scratch", "profile_scratch"):
+            for fact in ("size", "align"):
+                setattr(self, f"{name}_{fact}", getattr(metadata, f"{name}_{fact}"))
+        self.launch_cooperative_grid = metadata.launch_cooperative_grid
+        self.launch_pdl = metadata.launch_pdl
+
+    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:
+        hooked, kernel_args = args[:4], args[4:]
+        super().__call__(gridX, gridY, gridZ, stream, function, *hooked, *(kernel_args[i] for i in self.positions))
+
+
+# ---------------------------------------------------------------------------------------------- the direct launch
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectLaunch:
+    """What a call of the C launcher needs besides grid, stream, function and arguments.
+
+    Args:
+        launch: the C function.
+        fixed: the values of ``DIRECT_NAMES``, in order.
+    """
+
+    launch: Callable[..., None]
+    fixed: tuple[Any, ...]
+
+
+DIRECT_NAMES = ("_cooperative", "_pdl", "_packed", "_annotations", "_signature")
+
+
+def direct_launch(kernel: LoadedKernel) -> DirectLaunch | None:
+    """How to launch a loaded kernel through the C launcher alone, with pointers as numbers; None where that cannot be.
+
+    It cannot where memory has to be allocated for the launch, or arguments have to be taken apart in Python. Declared
+    constexprs are not passed.
+    """
+    launcher, types_ = kernel._run, list(kernel.src.signature.values())
+    flat = all(isinstance(type_, str) and not type_.startswith("tensordesc") for type_ in types_)
+    if not flat or not isinstance(launcher, nvidia.CudaLauncher) or getattr(launcher, "gsan_enabled", False):
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    annotations = signature = None
+    if version() == (3, 6):
+        if not isinstance(launcher, LibraryLauncher):
+            return None  # the stock launcher of this signature takes the constexprs too
+    else:
+        passed = [type_ for _, type_ in _passed(kernel.src)]
+        annotations, signature = nvidia.annotate_arguments(passed), nvidia.make_kernel_signature(passed)
+    fixed = (launcher.launch_cooperative_grid, launcher.launch_pdl, kernel.packed_metadata, annotations, signature)
+    return DirectLaunch(launcher.launch, fixed)
+
+
+def direct_call(args: Sequence[str]) -> str:
+    """Source text of that call, given the texts of the arguments.
+
+    It uses the names ``_launch``, ``_x``, ``_y``, ``_z``, ``_stream``, ``_function`` and those of ``DIRECT_NAMES``.
+    """
+    head = "_launch(_x, _y, _z, _stream, _function, _cooperative, _pdl"
+    listed = "".join(f"{arg}, " for arg in args)
+    if version() == (3, 6):
+        return f"{head}, None, None, _packed, None, None, None, {listed})"
+    return f"{head}, _packed, None, None, None, None, None, _annotations, _signature, ({listed}))"
