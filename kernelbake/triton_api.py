@@ -578,20 +578,18 @@ def utilities_source() -> str:
     return (Path(nvidia.__file__).parent / "driver.c").read_text()
 
 
-def launcher_source(source: Any, metadata: Any) -> str | None:
+def launcher_source(launchable: Any, wanted: Specialization, metadata: Mapping[str, Any]) -> str | None:
     """C source of an entry's launcher, for ``build_library(LAUNCHER, …)``; None from Triton 3.7 on.
 
     The launcher takes no declared constexprs and does not tell pointers apart by what they point to, so that a few
     launchers serve all entries: build one for each distinct source.
-
-    Args:
-        source: of a compile request.
-        metadata: of the compiled kernel.
     """
     if version() != (3, 6):
         return None
-    types_ = {i: _without_pointee(type_) for i, (_, type_) in enumerate(_passed(source))}
-    text: str = nvidia.make_launcher({}, types_, getattr(metadata, "tensordesc_meta", None))
+    passed = _passed(compile_request(launchable, wanted).source)
+    text: str = nvidia.make_launcher(
+        {}, {i: _without_pointee(type_) for i, (_, type_) in enumerate(passed)}, metadata.get("tensordesc_meta")
+    )
     return text
 
 
