@@ -1,0 +1,352 @@
+"""The bundle: one checksummed file with choices, code and the facts that decide whether it fits.
+
+``docs/bundle-format.md`` is the format. Writing goes to a temporary file beside the target, which is read back by the
+one path by which bundles are read and then renamed, so that the final name never holds less than a sound bundle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import functools
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from kernelbake import __version__, archive, consistency, digest, verify
+from kernelbake.errors import BuildError, InputError
+from kernelbake.fingerprint import Fingerprint
+from kernelbake.keys import Kernel, Specialization
+from kernelbake.plan import Choice, Inventory, Plan
+from kernelbake.rules import FORMAT, ViolationsError
+
+Made: TypeAlias = Literal["measured", "compiled-only", "interpreted"]
+
+read_header = verify.read_header
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The machine code of one specialization, with what is needed to launch it.
+
+    Args:
+        kernel: the kernel.
+        specialization: what it was compiled for.
+        metadata: Triton's launch metadata, as JSON: ``name``, ``num_warps``, ``shared``, ``target`` and what else
+            Triton needs. No path of a machine may stand in it.
+        binary: the cubin.
+        launcher: digest of the launcher library that this Triton needs, or None.
+    """
+
+    kernel: Kernel
+    specialization: Specialization
+    metadata: Mapping[str, Any]
+    binary: bytes
+    launcher: str | None = None
+
+    @functools.cached_property
+    def description(self) -> bytes:
+        """The bytes of ``kernel.json``."""
+        return digest.canonical_json(
+            {
+                "kernel": self.kernel.to_json(),
+                "launcher": self.launcher,
+                "metadata": self.metadata,
+                "specialization": self.specialization.to_json(),
+            }
+        )
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Covers binary, metadata, kernel, specialization and launcher together."""
+        return consistency.entry_digest(digest.of_bytes(self.binary), digest.of_bytes(self.description))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """Everything that goes into a bundle.
+
+    Args:
+        name: the bundle's name, the manifest's.
+        made: how it was made.
+        manifest_text, manifest_resolved: the manifest as given, and after everything was filled in.
+        fingerprint, plan, choices: theirs; the choices in any order.
+        record: the outcome of every candidate.
+        entries: by digest.
+        libs: launcher libraries by digest.
+        line_info: whether the code carries line information.
+    """
+
+    name: str
+    made: Made
+    manifest_text: bytes
+    manifest_resolved: Mapping[str, Any]
+    fingerprint: Fingerprint
+    plan: Plan
+    choices: tuple[Choice, ...]
+    record: tuple[Mapping[str, Any], ...]
+    entries: Mapping[str, Entry]
+    libs: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    line_info: bool = False
+
+
+class _Entries(Mapping[str, Entry]):
+    """The entries of a bundle by digest, each parsed when it is asked for."""
+
+    def __init__(self, sound: verify.Sound) -> None:
+        self._sound = sound
+        self._folders = {
+            digest.PREFIX + name.split("/")[1]: name.rpartition("/")[0]
+            for name in sound.spans
+            if name.endswith("/kernel.json")
+        }
+
+    def __getitem__(self, identity: str) -> Entry:
+        folder = self._folders[identity]
+        data = consistency.parsed(self._sound, f"{folder}/kernel.json")
+        return Entry(
+            Kernel.from_json(data["kernel"]),
+            Specialization.from_json(data["specialization"]),
+            data["metadata"],
+            bytes(self._sound.content(f"{folder}/kernel.cubin")),
+            data["launcher"],
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folders)
+
+    def __len__(self) -> int:
+        return len(self._folders)
+
+
+class Bundle:
+    """A bundle that was read and found sound; it lives in memory, and its file is no longer needed.
+
+    Attributes:
+        header: ``bundle.json``.
+        fingerprint, plan, choices: theirs.
+        manifest_resolved: the manifest after everything was filled in.
+        entries: by digest, each parsed when it is asked for.
+        size_bytes: the length of the file.
+    """
+
+    def __init__(self, sound: verify.Sound, documents: consistency.Documents) -> None:
+        self._sound = sound
+        self.header: Mapping[str, Any] = sound.header
+        self.fingerprint = documents.fingerprint
+        self.plan = documents.plan
+        self.choices = documents.choices
+        self.manifest_resolved = documents.resolved
+        self.entries: Mapping[str, Entry] = _Entries(sound)
+        self.size_bytes = len(sound.data)
+
+    @property
+    def digest(self) -> str:
+        """The bundle's digest: over its index, which holds the digest of everything else."""
+        return str(self.header["bundle_digest"])
+
+    @property
+    def name(self) -> str:
+        return str(self.header["name"])
+
+    @property
+    def made(self) -> Made:
+        """``measured``, ``compiled-only`` (code, and nothing chosen by measurement) or ``interpreted`` (no code)."""
+        made: Made = self.header["made"]
+        return made
+
+    @property
+    def manifest_text(self) -> bytes:
+        return bytes(self._sound.content("manifest.yaml"))
+
+    @functools.cached_property
+    def record(self) -> tuple[dict[str, Any], ...]:
+        """The outcome of every candidate."""
+        return tuple(line for _, line in consistency.record_lines(self._sound.content("record.jsonl")))
+
+    @functools.cached_property
+    def libs(self) -> Mapping[str, bytes]:
+        """Launcher libraries by digest."""
+        names = [name for name in self._sound.spans if name.startswith("lib/")]
+        return {self._sound.spans[name].digest: bytes(self._sound.content(name)) for name in names}
+
+    def inventory(self) -> Inventory:
+        """What the bundle holds, as far as coverage is concerned."""
+        return Inventory(self.choices, self.plan.kernels, self.plan.implementations)
+
+
+def read(path: Path | str) -> Bundle:
+    """Reads a bundle after checking all of it.
+
+    Raises:
+        InputError: the file cannot be opened.
+        BundleError: it breaks the format (``ViolationsError`` with everything that was found).
+    """
+    path = Path(path)
+    sound = verify.inspect(path)
+    return Bundle(sound, consistency.check(sound, path))
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def write(path: Path | str, contents: Contents) -> str:
+    """Writes a bundle; an old file of that name stays until the new one is complete and was read back.
+
+    The same contents give the same bytes. ``SOURCE_DATE_EPOCH`` sets the time of the members, and is 0 where unset.
+
+    Returns:
+        The bundle's digest.
+
+    Raises:
+        InputError: the file cannot be written there: no folder, no right, no room. Nothing is left behind.
+        BuildError: the contents contradict each other; ``reasons`` holds every contradiction.
+    """
+    path = Path(path)
+    time = _source_date_epoch()
+    members, bundle_digest = _members(contents, time)
+    with _replacing(path) as (descriptor, temporary):
+        _write_all(descriptor, archive.pack(members, time))
+        try:
+            read(temporary)
+        except ViolationsError as error:
+            raise BuildError(
+                f"bundle {path}: its contents contradict each other; wanted a bundle that agrees with itself",
+                reasons=error.reasons,
+            ) from error
+    return bundle_digest
+
+
+def check_output(path: Path | str) -> None:
+    """Finds out, before hours of work, whether a bundle can be written there.
+
+    Raises:
+        InputError: it cannot.
+    """
+    with _replacing(Path(path), keep=False):
+        pass
+
+
+def _source_date_epoch() -> int:
+    text = os.environ.get("SOURCE_DATE_EPOCH", "0")
+    if not (text.isascii() and text.isdigit()) or int(text) > archive.MAX_TIME:
+        raise InputError(f"SOURCE_DATE_EPOCH: `{text:.40}`; wanted seconds since 1970, at most {archive.MAX_TIME}")
+    return int(text)
+
+
+def _members(contents: Contents, time: int) -> tuple[list[tuple[str, bytes]], str]:
+    """The members in their order, and the bundle's digest."""
+    files: dict[str, bytes] = {
+        "manifest.yaml": contents.manifest_text,
+        "manifest.resolved.json": digest.canonical_json(contents.manifest_resolved),
+        "fingerprint.json": digest.canonical_json(contents.fingerprint.to_json()),
+        "plan.json": digest.canonical_json(contents.plan.to_json()),
+        "choices.json": digest.canonical_json(
+            [choice.to_json() for choice in sorted(contents.choices, key=lambda choice: choice.id)]
+        ),
+        "record.jsonl": b"".join(digest.canonical_json(line) + b"\n" for line in contents.record),
+    }
+    for identity, entry in contents.entries.items():
+        folder = consistency.folder_of(identity)
+        files[f"{folder}/kernel.cubin"] = entry.binary
+        files[f"{folder}/kernel.json"] = entry.description
+    files |= {consistency.lib_name(identity): data for identity, data in contents.libs.items()}
+    header = {
+        "complete": True,
+        "counts": consistency.counts(
+            contents.plan, len(contents.choices), len(contents.entries), len(contents.libs), len(contents.record)
+        ),
+        "format": FORMAT,
+        "kernelbake": __version__,
+        "line_info": contents.line_info,
+        "made": contents.made,
+        "name": contents.name,
+        "time": time,
+    }
+    listed = {name: [len(data), digest.of_bytes(data)] for name, data in files.items()}
+    index = digest.canonical_json({"about": verify.about_digest(header), "members": listed})
+    header["bundle_digest"] = digest.of_bytes(index)
+    header["header_digest"] = verify.header_digest(header)
+    first = [(verify.HEADER, digest.canonical_json(header)), (verify.INDEX, index)]
+    return [*first, *sorted(files.items())], str(header["bundle_digest"])
+
+
+def _write_all(descriptor: int, pieces: Iterator[bytes | memoryview]) -> None:
+    with os.fdopen(descriptor, "wb", buffering=1 << 20, closefd=False) as file:
+        for piece in pieces:
+            file.write(piece)
+    os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, *, keep: bool = True) -> Iterator[tuple[int, Path]]:
+    """A temporary file beside the target that takes its place if the block succeeds, and else leaves nothing.
+
+    The file is locked for as long as it is being written, so that one left by a killed process can be told from one in
+    use, and is removed by the next who writes here.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"bundle {path}: something that is no regular file is there; wanted a file or nothing")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from error
+    prefix, suffix = f".{path.name[:100]}.", ".partial"
+    temporary = path.parent / f"{prefix}{secrets.token_hex(8)}{suffix}"
+    descriptor = -1
+    try:
+        _remove_abandoned(path.parent, prefix, suffix)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor, temporary
+        if keep:
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        if descriptor >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            os.close(descriptor)
+
+
+def _cannot_write(path: Path, error: OSError | ValueError) -> InputError:
+    number = error.errno if isinstance(error, OSError) else None
+    hints = {
+        errno.ENOSPC: "free some room, or name another folder; an older bundle of that name is untouched",
+        errno.EDQUOT: "free some room, or name another folder; an older bundle of that name is untouched",
+        errno.ENOENT: "make the folder first",
+        errno.EROFS: "name a folder that can be written to",
+        errno.EACCES: "name a folder that can be written to",
+    }
+    reason = getattr(error, "strerror", None) or error
+    hint = hints.get(number) if number is not None else None
+    return InputError(f"bundle {path}: it cannot be written ({reason}); wanted a writable folder with room", hint=hint)
+
+
+def _remove_abandoned(folder: Path, prefix: str, suffix: str) -> None:
+    for name in os.listdir(folder):
+        if name.startswith(prefix) and name.endswith(suffix):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(folder / name)
+                finally:
+                    os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

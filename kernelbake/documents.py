@@ -1,0 +1,325 @@
+"""The documents inside a bundle: strict JSON, and the shape that each has to have.
+
+Every document is canonical JSON, so that one value has one text; writing the parsed value again and comparing bytes
+rules out duplicate names, infinities, other spacing and other spellings of a number in one step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from kernelbake import digest, fingerprint, keys
+
+MAX_DEPTH = 32
+"""Deepest nesting of a document."""
+MAX_VALUES = 4_000_000
+"""Most values in a document."""
+
+
+def parse(data: bytes | memoryview, *, max_values: int = MAX_VALUES) -> Any:
+    """Reads strict, canonical JSON.
+
+    Args:
+        data: the bytes.
+        max_values: refuses, before anything is built, what could hold more values.
+
+    Raises:
+        ValueError: it is not canonical JSON, too deep or too large; the text says what was found.
+    """
+    try:
+        text = str(data, "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no UTF-8 at byte {error.start}") from None
+    if text.count(",") + text.count("[") + text.count("{") >= max_values:
+        raise ValueError(f"more than {max_values} values")
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON at byte {error.pos}: {error.msg}") from None
+    _check_depth(value)
+    if _canonical(value) != data:
+        raise ValueError(_why_not_canonical(text))
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"the number `{name}`, which strict JSON does not have")
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value] if isinstance(value, list | dict) else [], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) is dict or type(inner) is list
+        ]
+
+
+def _canonical(value: Any) -> bytes:
+    try:
+        return digest.canonical_json(value)
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair, which is no text") from None
+    except ValueError:
+        raise ValueError("a number beyond the range of a double") from None
+
+
+def _why_not_canonical(text: str) -> str:
+    duplicates: list[str] = []
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            names = [name for name, _ in pairs]
+            duplicates.extend(name for name in built if names.count(name) > 1)
+        return built
+
+    json.loads(text, object_pairs_hook=build)
+    if duplicates:
+        return f"the name `{duplicates[0]:.60}` twice in one object"
+    return "JSON that is not canonical (sorted names, no spaces, shortest numbers)"
+
+
+Shape: TypeAlias = Callable[[Any, str], Iterator[str]]
+"""Checks one value at a place and gives a line for everything that is wrong: ``place: found; wanted``."""
+
+
+def _found(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return f"`{json.dumps(value)}`"
+    if isinstance(value, dict | list):
+        return ("an object" if isinstance(value, dict) else "a list") + f" of {len(value)}"
+    return f"`{value!r:.60}`"
+
+
+def _leaf(wanted: str, fits: Callable[[Any], bool]) -> Shape:
+    def check(value: Any, place: str) -> Iterator[str]:
+        if not fits(value):
+            yield f"{place}: {_found(value)}; wanted {wanted}"
+
+    return check
+
+
+TEXT = _leaf("a text", lambda value: type(value) is str)
+WORD = _leaf("a text that is not empty", lambda value: type(value) is str and value != "")
+FLAG = _leaf("true or false", lambda value: type(value) is bool)
+COUNT = _leaf("an integer from 0 up", lambda value: type(value) is int and value >= 0)
+DIGEST = _leaf("a digest", digest.is_digest)
+OBJECT = _leaf("an object", lambda value: type(value) is dict)
+ANYTHING = _leaf("anything", lambda value: True)
+
+
+def literal(*allowed: Any) -> Shape:
+    """One of these texts or truth values."""
+    wanted = " or ".join(f"`{json.dumps(item)}`" for item in allowed)
+    return _leaf(wanted, lambda value: any(type(value) is type(item) and value == item for item in allowed))
+
+
+def optional(shape: Shape) -> Shape:
+    """``null`` or the shape."""
+
+    def check(value: Any, place: str) -> Iterator[str]:
+        if value is not None:
+            yield from shape(value, place)
+
+    return check
+
+
+def listing(shape: Shape, *, at_least: int = 0) -> Shape:
+    """A list of the shape."""
+
+    def check(value: Any, place: str) -> Iterator[str]:
+        if type(value) is not list or len(value) < at_least:
+            yield f"{place}: {_found(value)}; wanted a list" + (f" of at least {at_least}" if at_least else "")
+            return
+        for index, item in enumerate(value):
+            yield from shape(item, f"{place}.{index}")
+
+    return check
+
+
+def row(*shapes: Shape) -> Shape:
+    """A list with one value of each shape."""
+
+    def check(value: Any, place: str) -> Iterator[str]:
+        if type(value) is not list or len(value) != len(shapes):
+            yield f"{place}: {_found(value)}; wanted a list of {len(shapes)}"
+            return
+        for index, (item, shape) in enumerate(zip(value, shapes, strict=True)):
+            yield from shape(item, f"{place}.{index}")
+
+    return check
+
+
+def mapping(shape: Shape, name: Callable[[str], bool] = bool) -> Shape:
+    """An object whose names satisfy a test and whose values have the shape."""
+
+    def check(value: Any, place: str) -> Iterator[str]:
+        if type(value) is not dict:
+            yield f"{place}: {_found(value)}; wanted an object"
+            return
+        for key, item in value.items():
+            if not name(key):
+                yield f"{place}: the name `{key:.60}`; wanted another kind of name"
+            yield from shape(item, f"{place}.{key:.60}")
+
+    return check
+
+
+def fields(shapes: Mapping[str, Shape], extra: Mapping[str, Shape] | None = None) -> Shape:
+    """An object with exactly these fields, and at most the extra ones beside them."""
+    may = {**shapes, **(extra or {})}
+
+    def check(value: Any, place: str) -> Iterator[str]:
+        if type(value) is not dict:
+            yield f"{place}: {_found(value)}; wanted an object"
+            return
+        for name in sorted(shapes.keys() - value.keys()):
+            yield f"{place}: no field `{name}`; wanted one"
+        for name, item in value.items():
+            if name in may:
+                yield from may[name](item, f"{place}.{name}")
+            else:
+                yield f"{place}: the field `{name:.60}`; wanted none of that name"
+
+    return check
+
+
+def _check_value(value: Any, place: str) -> Iterator[str]:
+    if value is None or type(value) in (str, int, bool):
+        return
+    try:
+        again = keys.encode(keys.decode(value))
+    except (TypeError, ValueError, OverflowError):
+        again = None
+    if again != value:
+        yield f"{place}: {_found(value)}; wanted the JSON form of a key's value"
+
+
+VALUE: Shape = _check_value
+ITEMS = listing(row(TEXT, VALUE))
+KERNEL = _leaf(
+    "a kernel as `module:qualname`",
+    lambda value: type(value) is str and value.count(":") == 1 and not value.startswith(":") and value[-1] != ":",
+)
+_POSITIVE = _leaf("a positive integer", lambda value: type(value) is int and value > 0)
+CONFIG = fields({"meta": ITEMS}, dict.fromkeys(("num_warps", "num_stages", "num_ctas", "maxnreg"), _POSITIVE))
+KEY = fields({"values": ITEMS, "dtypes": listing(row(TEXT, TEXT))})
+SPECIALIZATION = fields({"parameters": listing(row(TEXT, VALUE, VALUE)), "options": ITEMS})
+CASE = ITEMS
+
+_FACTS = fields(
+    {
+        "kernel": KERNEL,
+        "wrappers": listing(WORD),
+        "parameters": listing(WORD),
+        "key_names": listing(TEXT),
+        "source_digest": DIGEST,
+        "configs_digest": optional(DIGEST),
+        "num_configs": COUNT,
+        "hooks": listing(WORD),
+        "mutated": listing(TEXT),
+    }
+)
+_VARIANT = fields(
+    {
+        "specializations": listing(SPECIALIZATION, at_least=1),
+        "cases": listing(TEXT),
+        "grids": listing(listing(ANYTHING)),
+    }
+)
+_LAUNCH = fields(
+    {
+        "kernel": KERNEL,
+        "key": optional(KEY),
+        "candidates": listing(CONFIG, at_least=1),
+        "variants": listing(_VARIANT, at_least=1),
+    }
+)
+_UNBOUNDED = fields(
+    {"kernel": KERNEL, "argument": TEXT, "values": listing(ANYTHING), "axis": optional(TEXT)},
+)
+PLAN = fields(
+    {
+        "profile": OBJECT,
+        "versions": mapping(TEXT),
+        "implementations": mapping(TEXT),
+        "cases": listing(CASE),
+        "skipped": listing(row(CASE, TEXT)),
+        "kernels": mapping(_FACTS),
+        "launches": listing(_LAUNCH),
+        "unbounded": listing(_UNBOUNDED),
+    }
+)
+CHOICES = listing(
+    fields(
+        {
+            "kernel": KERNEL,
+            "key": optional(KEY),
+            "winner": CONFIG,
+            "entries": mapping(optional(DIGEST)),
+            "times": OBJECT,
+        }
+    )
+)
+RECORD_LINE = OBJECT
+_METADATA_NEEDED: Mapping[str, Shape] = {
+    "name": WORD,
+    "num_warps": _POSITIVE,
+    "shared": COUNT,
+    "target": fields({"backend": WORD, "arch": ANYTHING, "warp_size": _POSITIVE}),
+}
+
+
+def _check_metadata(value: Any, place: str) -> Iterator[str]:
+    yield from OBJECT(value, place)
+    if type(value) is dict:
+        yield from fields(_METADATA_NEEDED)({k: v for k, v in value.items() if k in _METADATA_NEEDED}, place)
+
+
+ENTRY = fields(
+    {"kernel": KERNEL, "launcher": optional(DIGEST), "metadata": _check_metadata, "specialization": SPECIALIZATION},
+)
+"""``kernel.json``: Triton's launch metadata has to hold what a loader needs; its other fields are Triton's own."""
+
+_FIELD_VALUE = _leaf(
+    "text, an integer, a truth value, null or an object of texts",
+    lambda value: (
+        value is None
+        or type(value) in (str, int, bool)
+        or (type(value) is dict and all(type(item) is str for item in value.values()))
+    ),
+)
+FINGERPRINT = fields(
+    {},
+    {name: fields({"class": literal(cls.value), "value": _FIELD_VALUE}) for name, cls in fingerprint.FIELDS.items()},
+)
+
+MADE = ("measured", "compiled-only", "interpreted")
+COUNTS = ("cases", "choices", "entries", "kernels", "launches", "libs", "record")
+ABOUT_FIELDS = ("complete", "counts", "format", "kernelbake", "line_info", "made", "name")
+"""What ``bundle.json`` says about the content of the bundle, whenever and in whatever file it was written."""
+HEADER = fields(
+    {
+        "bundle_digest": DIGEST,
+        "complete": literal(True),
+        "counts": fields(dict.fromkeys(COUNTS, COUNT)),
+        "format": literal(1),
+        "header_digest": DIGEST,
+        "kernelbake": WORD,
+        "line_info": FLAG,
+        "made": literal(*MADE),
+        "name": WORD,
+        "time": COUNT,
+    }
+)
+INDEX = fields({"about": DIGEST, "members": mapping(row(COUNT, DIGEST))})

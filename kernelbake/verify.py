@@ -1,0 +1,495 @@
+"""Whether a file is a bundle: the one path by which ``verify``, ``freeze`` and everything else reads one.
+
+The checks stand in the order of ``docs/bundle-format.md`` and carry its numbers (``rules.Rule``). Nothing is decided by
+what an archive says about itself: the index gives the list of members, and the one archive that has those members is
+compared with the file byte for byte. Every byte is read once, into memory that no one else can change.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kernelbake import archive, digest, documents
+from kernelbake.archive import BLOCK, TRAILER, Member
+from kernelbake.errors import InputError
+from kernelbake.rules import FORMAT, Findings, Rule
+
+HEADER, INDEX = "bundle.json", "index.json"
+DOCUMENTS = (
+    "choices.json",
+    "fingerprint.json",
+    "manifest.resolved.json",
+    "manifest.yaml",
+    "plan.json",
+    "record.jsonl",
+)
+"""The members that every bundle has beside its header and index, sorted."""
+
+MIB = 1 << 20
+MAX_BYTES = 4 << 30
+"""Longest bundle."""
+MAX_MEMBERS = 65_536
+"""Most members that an index may list."""
+MAX_MEMBER_BYTES: Mapping[str, int] = {
+    HEADER: MIB // 16,
+    INDEX: 16 * MIB,
+    "choices.json": 64 * MIB,
+    "fingerprint.json": MIB,
+    "manifest.resolved.json": 4 * MIB,
+    "manifest.yaml": 4 * MIB,
+    "plan.json": 64 * MIB,
+    "record.jsonl": 512 * MIB,
+    "kernel.json": 4 * MIB,
+    "kernel.cubin": 64 * MIB,
+    ".so": 64 * MIB,
+}
+"""Largest member, by name or by the end of its name."""
+
+_ENTRY_NAME = re.compile(r"kernels/[0-9a-f]{64}/kernel\.(cubin|json)")
+_LIB_NAME = re.compile(r"lib/[0-9a-f]{64}\.so")
+_READ_BYTES = 8 * MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Where a member's content lies.
+
+    Args:
+        offset: of its first byte in the file.
+        size: its length in bytes.
+        digest: of its content.
+    """
+
+    offset: int
+    size: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sound:
+    """A file whose every byte was found to be right, in memory.
+
+    Args:
+        header: ``bundle.json``.
+        data: the whole file.
+        spans: where each member lies, by name, in the file's order.
+    """
+
+    header: Mapping[str, Any]
+    data: memoryview
+    spans: Mapping[str, Span]
+
+    def content(self, name: str) -> memoryview:
+        """The bytes of a member."""
+        span = self.spans[name]
+        return self.data[span.offset : span.offset + span.size]
+
+
+class Source:
+    """An open file that is read by position, so that nothing else can move it."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor, self.size = descriptor, size
+
+    def at(self, offset: int, length: int) -> bytes:
+        """The bytes at a place; fewer where the file ends."""
+        return os.pread(self.descriptor, length, offset)
+
+    def into(self, target: memoryview, offset: int) -> int:
+        """Fills the target from a place; returns how many bytes there were."""
+        done = 0
+        while done < len(target):
+            count = os.preadv(self.descriptor, [target[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+
+@contextlib.contextmanager
+def opened(path: Path, findings: Findings) -> Iterator[Source]:
+    """MUST 1 and 2: opens a regular file without waiting for one.
+
+    Raises:
+        InputError: there is no such file, or it may not be read.
+        ViolationsError: it is something else, or no tar by its length.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags)
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) != errno.ENXIO:  # a socket
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"bundle {path}: it cannot be opened ({reason}); wanted a readable file") from error
+        findings.add(Rule.REGULAR_FILE, "file", "a socket; wanted a regular file")
+        findings.raise_if_any(path)
+    try:
+        status = os.fstat(descriptor)
+        source = Source(descriptor, status.st_size)
+        _check_file(source, status.st_mode, findings)
+        findings.raise_if_any(path)
+        yield source
+    except OSError as error:
+        raise InputError(f"bundle {path}: it cannot be read ({error.strerror}); wanted a readable file") from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_file(source: Source, mode: int, findings: Findings) -> None:
+    if not stat.S_ISREG(mode):  # MUST 1
+        kinds = {
+            stat.S_IFDIR: "a directory",
+            stat.S_IFIFO: "a FIFO",
+            stat.S_IFCHR: "a device",
+            stat.S_IFBLK: "a device",
+        }
+        kind = kinds.get(stat.S_IFMT(mode), "a special file")
+        findings.add(Rule.REGULAR_FILE, "file", f"{kind}; wanted a regular file")
+        return
+    start = source.at(0, BLOCK)  # MUST 2
+    magic = next((what for magic, what in archive.MAGICS if start.startswith(magic)), None)
+    if magic is not None:
+        findings.add(Rule.LENGTH, "file", f"{magic}; wanted an uncompressed tar")
+    elif source.size % BLOCK or not 6 * BLOCK <= source.size <= MAX_BYTES:
+        wanted = f"wanted whole blocks of {BLOCK}, at least 6 of them and at most {MAX_BYTES} bytes"
+        findings.add(Rule.LENGTH, "file", f"{source.size} bytes; {wanted}")
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """``bundle.json`` alone, checked as far as it can be by itself (MUST 1 to 14 where they concern it).
+
+    Raises:
+        InputError: the file cannot be opened.
+        ViolationsError: it is no bundle, or its header is damaged.
+    """
+    findings = Findings()
+    with opened(path, findings) as source:
+        header, _ = _header(source, findings, path)
+    return header
+
+
+def inspect(path: Path) -> Sound:
+    """Reads the whole file once and checks every byte of it (MUST 1 to 20).
+
+    Raises:
+        InputError: the file cannot be opened.
+        ViolationsError: with everything that was found.
+    """
+    findings = Findings()
+    with opened(path, findings) as source:
+        header, size = _header(source, findings, path)
+        index_offset = BLOCK + archive.padded(size)
+        index = _index(source, index_offset, header, findings, path)
+        spans = _layout(size, index)
+        expected = archive.length(Member(name, span.size) for name, span in spans.items())
+        if expected == source.size:
+            data = memoryview(bytearray(source.size))
+            clean = _load(source, data, spans, header["time"], findings)
+        else:
+            clean = False
+            message = f"{source.size} bytes; wanted {expected}, as the index says"
+            findings.add(Rule.TRAILER, "file", message)
+        if not clean:
+            _describe(source, spans, header["time"], findings)
+        findings.raise_if_any(path)
+    return Sound(header, data.toreadonly(), spans)
+
+
+# ---------------------------------------------------------------------------------------------- header and index
+
+
+def _document(source: Source, offset: int, name: str, findings: Findings, path: Path) -> tuple[bytes, bytes]:
+    """The header block and the content of a member that has to stand at this place, its size bounded (MUST 3 to 8)."""
+    block = source.at(offset, BLOCK)
+    found = archive.parse(block.ljust(BLOCK, b"\0"))
+    place = f"byte {offset}"
+    if found.kind is not None:
+        findings.add(Rule.MEMBER_TYPE, f"`{found.name:.100}`", f"{found.kind}; wanted a regular file")
+    if found.name != name:
+        findings.add(Rule.ORDER, place, f"the member `{found.name:.100}`; wanted `{name}`")
+    if len(block) < BLOCK or not found.intact or found.size is None:
+        findings.add(Rule.HEADER_BYTES, f"`{name}`", f"a damaged header at {place}; wanted the canonical one")
+    elif found.size > MAX_MEMBER_BYTES[name]:
+        message = f"{found.size} bytes; wanted at most {MAX_MEMBER_BYTES[name]}"
+        findings.add(Rule.BOUNDS, f"`{name}`", message)
+    findings.raise_if_any(path)
+    content = source.at(offset + BLOCK, found.size or 0)
+    if len(content) < (found.size or 0):
+        findings.add(Rule.TRAILER, f"`{name}`", f"the file ends inside it, after {source.size} bytes; wanted all of it")
+        findings.raise_if_any(path)
+    return block, content
+
+
+def _json(content: bytes, name: str, findings: Findings, path: Path, max_values: int) -> Any:
+    try:
+        return documents.parse(content, max_values=max_values)
+    except ValueError as error:
+        findings.add(Rule.STRICT_JSON, f"`{name}`", f"{error}; wanted canonical JSON")
+        findings.raise_if_any(path)
+
+
+def _header(source: Source, findings: Findings, path: Path) -> tuple[dict[str, Any], int]:
+    """MUST 11 to 14; also returns the size of ``bundle.json``."""
+    block, content = _document(source, 0, HEADER, findings, path)
+    header = _json(content, HEADER, findings, path, 1000)
+    form = header.get("format") if isinstance(header, dict) else None
+    if type(form) is not int or form != FORMAT:
+        findings.add(Rule.FORMAT, f"`{HEADER}`", f"format `{form!r:.20}`; wanted {FORMAT}, the one this version reads")
+        findings.raise_if_any(path)
+    for line in documents.HEADER(header, HEADER):
+        findings.add(Rule.HEADER_FIELDS, *line.split(": ", 1))
+    findings.raise_if_any(path)
+    if header["header_digest"] != header_digest(header):
+        findings.add(Rule.HEADER_DIGEST, f"`{HEADER}`", "its digest is not that of its fields; wanted the same")
+    wanted = archive.header(HEADER, len(content), min(header["time"], archive.MAX_TIME))
+    _compare_header(block, wanted, HEADER, findings)
+    findings.raise_if_any(path)
+    return header, len(content)
+
+
+def header_digest(header: Mapping[str, Any]) -> str:
+    """Digest over ``bundle.json``'s own other fields."""
+    return digest.of_bytes(digest.canonical_json({k: v for k, v in header.items() if k != "header_digest"}))
+
+
+def about_digest(header: Mapping[str, Any]) -> str:
+    """Digest over what ``bundle.json`` says about the content; it stands in the index, under ``bundle_digest``."""
+    return digest.of_bytes(digest.canonical_json({name: header[name] for name in documents.ABOUT_FIELDS}))
+
+
+def _index(source: Source, offset: int, header: Mapping[str, Any], findings: Findings, path: Path) -> dict[str, Any]:
+    """MUST 15 to 17."""
+    block, content = _document(source, offset, INDEX, findings, path)
+    if digest.of_bytes(content) != header["bundle_digest"]:
+        findings.add(Rule.BUNDLE_DIGEST, f"`{INDEX}`", "its digest is not the one in the header; wanted the same")
+        findings.raise_if_any(path)
+    _compare_header(block, archive.header(INDEX, len(content), header["time"]), INDEX, findings)
+    index = _json(content, INDEX, findings, path, 4 * MAX_MEMBERS)
+    for line in documents.INDEX(index, INDEX):
+        findings.add(Rule.INDEX_FIELDS, *line.split(": ", 1))
+    findings.raise_if_any(path)
+    _check_members(index["members"], findings)
+    if index["about"] != about_digest(header):
+        findings.add(Rule.ABOUT_DIGEST, f"`{INDEX}`", "its digest of the header's fields is another; wanted the same")
+    findings.raise_if_any(path)
+    return {**index, "size": len(content), "digest": header["bundle_digest"]}
+
+
+def _check_members(members: Mapping[str, tuple[int, str]], findings: Findings) -> None:
+    """MUST 3 and 5 for the names and sizes that the index lists, and MUST 18 for those it has to list."""
+    if len(members) > MAX_MEMBERS:
+        findings.add(Rule.BOUNDS, f"`{INDEX}`", f"{len(members)} members; wanted at most {MAX_MEMBERS}")
+        return
+    for name, (size, _) in members.items():
+        limit = limit_of(name)
+        if limit is None or name in (HEADER, INDEX):
+            findings.add(Rule.MEMBER_NAME, f"`{INDEX}`", f"the name `{name:.100}`; wanted one that the format knows")
+        elif size > limit:
+            findings.add(Rule.BOUNDS, f"`{name}`", f"{size} bytes; wanted at most {limit}")
+    for name in DOCUMENTS:
+        if name not in members:
+            findings.add(Rule.LISTED, f"`{INDEX}`", f"no member `{name}`; wanted one")
+
+
+def limit_of(name: str) -> int | None:
+    """The largest size of a member of this name, in bytes; None where the format has no such name."""
+    if name in (HEADER, INDEX, *DOCUMENTS):
+        return MAX_MEMBER_BYTES[name]
+    if _ENTRY_NAME.fullmatch(name):
+        return MAX_MEMBER_BYTES[name.rsplit("/", 1)[1]]
+    return MAX_MEMBER_BYTES[".so"] if _LIB_NAME.fullmatch(name) else None
+
+
+def _layout(header_size: int, index: Mapping[str, Any]) -> dict[str, Span]:
+    """Where the one archive of this index has each member."""
+    spans = {HEADER: Span(BLOCK, header_size, "")}
+    offset = BLOCK + archive.padded(header_size)
+    listed = [(INDEX, (index["size"], index["digest"])), *sorted(index["members"].items())]
+    for name, (size, digest_) in listed:
+        spans[name] = Span(offset + BLOCK, size, digest_)
+        offset += BLOCK + archive.padded(size)
+    return spans
+
+
+# ---------------------------------------------------------------------------------------------- the rest of the file
+
+
+def _load(source: Source, data: memoryview, spans: Mapping[str, Span], time: int, findings: Findings) -> bool:
+    """Reads everything and compares it with the canonical archive (MUST 8 to 10) and the index (MUST 20).
+
+    Returns whether the archive around the contents is the canonical one.
+    """
+    batches = list(_batches(spans))
+    threads = min(4, len(os.sched_getaffinity(0)), len(batches))
+
+    def work(batch: list[tuple[str, Span]]) -> tuple[bool, list[str]]:
+        return _load_batch(source, data, batch, time)
+
+    if threads > 1:
+        with concurrent.futures.ThreadPoolExecutor(threads, "kernelbake-verify") as pool:
+            results = list(pool.map(work, batches))
+    else:
+        results = [work(batch) for batch in batches]
+    end = len(data) - len(TRAILER)
+    complete = source.into(data[end:], end) == len(TRAILER)
+    for name in (name for _, damaged in results for name in damaged):
+        message = "its digest is not the one in the index; wanted the same"
+        findings.add(Rule.DIGEST, f"`{name}`", message)
+    return complete and data[end:] == TRAILER and all(clean for clean, _ in results)
+
+
+def _batches(spans: Mapping[str, Span]) -> Iterator[list[tuple[str, Span]]]:
+    """Neighbouring members, some megabytes at a time."""
+    batch: list[tuple[str, Span]] = []
+    size = 0
+    for name, span in spans.items():
+        batch.append((name, span))
+        size += BLOCK + span.size
+        if size >= _READ_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _load_batch(source: Source, data: memoryview, batch: list[tuple[str, Span]], time: int) -> tuple[bool, list[str]]:
+    """Whether headers and padding are canonical, and the members whose content is not what the index says."""
+    start = batch[0][1].offset - BLOCK
+    last = batch[-1][1]
+    end = last.offset + archive.padded(last.size)
+    clean = source.into(data[start:end], start) == end - start
+    damaged = []
+    for name, span in batch:
+        stop = span.offset + span.size
+        padding = -span.size % BLOCK
+        clean = (
+            clean
+            and data[span.offset - BLOCK : span.offset] == archive.header(name, span.size, time)
+            and data[stop : stop + padding] == bytes(padding)
+        )
+        if span.digest and hashlib.sha256(data[span.offset : stop]).hexdigest() != span.digest[len(digest.PREFIX) :]:
+            damaged.append(name)
+    return clean, damaged
+
+
+# ---------------------------------------------------------------------------------------------- what is wrong with it
+
+
+def _compare_header(block: bytes, wanted: bytes, name: str, findings: Findings) -> None:
+    fields = archive.differing_fields(block, wanted)
+    if fields:
+        message = f"its header differs in {', '.join(fields)}; wanted the canonical one"
+        findings.add(Rule.HEADER_BYTES, f"`{name}`", message)
+
+
+def _describe(source: Source, spans: Mapping[str, Span], time: int, findings: Findings) -> None:
+    """Says how a file that is not the canonical archive differs from it (MUST 4 to 10, 18 and 19)."""
+    walk = _Walk(source, spans, time, findings)
+    while walk.step():
+        pass
+    walk.finish()
+
+
+class _Walk:
+    """Goes from header to header of a file that is known to be wrong."""
+
+    def __init__(self, source: Source, spans: Mapping[str, Span], time: int, findings: Findings) -> None:
+        self.source, self.spans, self.time, self.findings = source, spans, time, findings
+        self.offset = 0
+        self.seen: list[str] = []
+        self.known: set[str] = set()
+
+    def step(self) -> bool:
+        """Describes the member at the offset and goes to the next; False at the end."""
+        block = self.source.at(self.offset, BLOCK)
+        if len(block) < BLOCK:
+            self._stop(f"the file ends at byte {self.source.size} without a trailer; wanted two zero blocks")
+            return False
+        if not any(block):
+            self._check_trailer()
+            return False
+        found = archive.parse(block)
+        if not found.intact or found.size is None:
+            return self._step_over_damage()
+        self._check_member(found)
+        span = self.spans.get(found.name)
+        if span is not None and found.name not in self.known:
+            self._check_listed(block, found, span)
+        self.seen.append(found.name)
+        self.known.add(found.name)
+        self.offset += BLOCK + archive.padded(found.size)
+        if self.offset > self.source.size:
+            message = f"the file ends inside it, after {self.source.size} bytes; wanted all of it"
+            self.findings.add(Rule.TRAILER, f"`{found.name:.100}`", message)
+            return False
+        return not self.findings.full
+
+    def _step_over_damage(self) -> bool:
+        """A damaged header: named by the member that belongs here, if one does, and passed over."""
+        for name, span in self.spans.items():
+            if span.offset == self.offset + BLOCK:
+                wanted = archive.header(name, span.size, self.time)
+                _compare_header(self.source.at(self.offset, BLOCK), wanted, name, self.findings)
+                self.seen.append(name)
+                self.known.add(name)
+                self.offset = span.offset + archive.padded(span.size)
+                return True
+        message = "no header of a member; wanted one, or the trailer of two zero blocks"
+        self.findings.add(Rule.HEADER_BYTES, f"byte {self.offset}", message)
+        return False
+
+    def _check_member(self, found: archive.Found) -> None:
+        place = f"`{found.name:.100}`"
+        if found.kind is not None:
+            self.findings.add(Rule.MEMBER_TYPE, place, f"{found.kind}; wanted a regular file")
+        if limit_of(found.name) is None:
+            self.findings.add(Rule.MEMBER_NAME, place, "no name that the format knows; wanted one that it does")
+        if found.name in self.known:
+            self.findings.add(Rule.UNIQUE, place, "a second member of this name; wanted one")
+        elif found.name not in self.spans:
+            self.findings.add(Rule.LISTED, place, "a member that the index does not list; wanted only listed ones")
+
+    def _check_listed(self, block: bytes, found: archive.Found, span: Span) -> None:
+        place = f"`{found.name}`"
+        if found.size != span.size:
+            self.findings.add(Rule.SIZE, place, f"{found.size} bytes; wanted {span.size}, as the index says")
+            return
+        _compare_header(block, archive.header(found.name, span.size, self.time), found.name, self.findings)
+        padding = -span.size % BLOCK
+        stop = self.offset + BLOCK + span.size
+        if self.source.at(stop, padding).strip(b"\0"):
+            self.findings.add(Rule.PADDING, place, f"padding after byte {stop} that is not zero; wanted zeros")
+
+    def _check_trailer(self) -> None:
+        rest = self.source.size - self.offset
+        if rest != len(TRAILER) or self.source.at(self.offset, rest) != TRAILER:
+            self._stop(f"{rest} bytes after the last member; wanted two zero blocks and the end of the file")
+
+    def _stop(self, message: str) -> None:
+        self.findings.add(Rule.TRAILER, f"byte {self.offset}", message)
+
+    def finish(self) -> None:
+        """What is missing and what stands in another order."""
+        wanted = list(self.spans)
+        for name in wanted:
+            if name not in self.known:
+                self.findings.add(
+                    Rule.LISTED, f"`{name}`", "listed in the index, not found in the archive; wanted both"
+                )
+        listed = [name for name in self.seen if name in self.spans]
+        for mine, other in zip(listed, (name for name in wanted if name in self.known), strict=False):
+            if mine != other:
+                self.findings.add(Rule.ORDER, f"`{mine}`", f"it stands where `{other}` belongs; wanted sorted members")
+                break
+        if not self.findings:
+            self.findings.add(Rule.HEADER_BYTES, "file", "not the canonical archive of its index; wanted that")

@@ -1,0 +1,158 @@
+"""Bundles made for tests: small, sound in every respect, and of any size that is asked for. No GPU and no Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from kernelbake import fingerprint, profiles
+from kernelbake.bundle import Contents, Entry
+from kernelbake.fingerprint import Fingerprint
+from kernelbake.keys import AutotuneKey, Case, Config, Kernel, Parameter, Specialization, Symbol
+from kernelbake.plan import Choice, KernelFacts, Launch, Plan, Variant
+from kernelbake.profiles import DeviceProfile
+
+
+def cubin(arch: int = 90, size: int = 4096, seed: int = 0, *, new_abi: bool = False) -> bytes:
+    """Bytes with the header of a cubin for the GPU and noise behind it."""
+    head = bytearray(64)
+    head[:8] = b"\x7fELF\x02\x01\x01" + bytes([0x41 if new_abi else 0x33])
+    head[8] = 8 if new_abi else 7
+    head[16:20] = b"\x02\x00" + (190).to_bytes(2, "little")
+    flags = arch << 8 | 0x06000002 if new_abi else arch << 16 | 0x0500 | arch
+    head[48:52] = flags.to_bytes(4, "little")
+    noise = hashlib.shake_128(seed.to_bytes(8, "little")).digest(size - len(head))
+    return bytes(head) + noise
+
+
+def specialization(block: int, warps: int, divisible: bool) -> Specialization:
+    """What a call of the sample kernels specializes on."""
+    pointer = Parameter("x", "*bf16", "D" if divisible else "")
+    parameters = (pointer, Parameter("n", "i32", "D"), Parameter("BLOCK", "constexpr", block))
+    return Specialization(parameters, (("num_stages", 3), ("num_warps", warps)))
+
+
+def metadata(arch: int, warps: int, shared: int = 1024, **more: Any) -> dict[str, Any]:
+    """Launch metadata as Triton gives it, as far as anyone asks."""
+    target = {"arch": arch, "backend": "cuda", "warp_size": 32}
+    fixed = {"name": "kernel", "num_ctas": 1, "num_stages": 3, "num_warps": warps, "shared": shared}
+    return {**fixed, "target": target, "tmem_size": 0, "global_scratch_size": 0, **more}
+
+
+def facts(kernel: Kernel) -> KernelFacts:
+    """Facts of a sample kernel."""
+    digest_ = "sha256:" + hashlib.sha256(kernel.name.encode()).hexdigest()
+    wrappers = ("Autotuner", "JITFunction")
+    return KernelFacts(kernel, wrappers, ("x", "n", "BLOCK"), ("n",), digest_, digest_, 2)
+
+
+def fingerprint_of(profile: DeviceProfile, kernels: Sequence[KernelFacts], **changes: Any) -> Fingerprint:
+    """The fingerprint of a machine with that GPU; ``changes`` by field name with ``__`` for the dot."""
+    values: dict[str, Any] = {
+        "gpu.backend": profile.backend,
+        "gpu.capability": fingerprint.capability(*profile.capability),
+        "gpu.device": profile.name,
+        "gpu.sm_count": profile.sm_count,
+        "gpu.shared_memory_bytes": profile.shared_memory_bytes,
+        "triton.version": "3.7.1",
+        "triton.key": "sha256:" + "ab" * 32,
+        "triton.environment": {},
+        "kernel.sources": fingerprint.sources_digest(kernels),
+        "build.ptxas": "12.8.93",
+        "build.line_info": False,
+        "build.fp_fusion": True,
+        "build.environment": {},
+        "driver.version": "580.65.06",
+        "torch.version": "2.13.0",
+        "fla.version": "0.6.0",
+        "transformers.version": "5.17.0",
+    }
+    return Fingerprint.of({**values, **{name.replace("__", "."): value for name, value in changes.items()}})
+
+
+CANDIDATES = (Config((("BLOCK", 64),), 4, 3), Config((("BLOCK", 128),), 8, 3))
+
+
+def launch(kernel: Kernel, n: int, case: str) -> Launch:
+    """One tuned launch with two candidates and two variants of arguments."""
+    key = AutotuneKey((("n", n), ("dtype", Symbol("dtype", "bf16"))), (("x", "torch.bfloat16"),))
+    variants = tuple(
+        Variant(
+            tuple(specialization(int(c.meta[0][1]), c.num_warps or 4, divisible) for c in CANDIDATES),  # type: ignore[arg-type]
+            (case,),
+            ((n, 1, 1),),
+        )
+        for divisible in (False, True)
+    )
+    return Launch(kernel, key, CANDIDATES, variants)
+
+
+def contents(
+    num_kernels: int = 2,
+    *,
+    keys_each: int = 2,
+    cubin_bytes: int = 4096,
+    profile: str = "h200",
+    made: Any = "measured",
+    launchers: bool = False,
+) -> Contents:
+    """The contents of a sound bundle: each kernel at some keys, two entries for each key."""
+    device = profiles.load("interpreter" if made == "interpreted" else profile)
+    kernels = [Kernel(f"sample.module{number}", f"kernel{number}") for number in range(num_kernels)]
+    cases = tuple(Case((("bucket", 512 * (number + 1)), ("batch", 1))) for number in range(keys_each))
+    launches = tuple(
+        sorted(
+            (launch(kernel, 512 * (i + 1), cases[i].id) for kernel in kernels for i in range(keys_each)),
+            key=lambda item: item.id,
+        )
+    )
+    libs = {}
+    if launchers:
+        library = b"\x7fELF" + bytes(124)
+        libs["sha256:" + hashlib.sha256(library).hexdigest()] = library
+    entries: dict[str, Entry] = {}
+    choices = []
+    for seed, item in enumerate(launches):
+        winner = item.candidates[seed % 2]
+        made_entries = {}
+        for position, variant in enumerate(item.variants):
+            wanted = variant.specializations[seed % 2]
+            made_entries[wanted.token] = Entry(
+                item.kernel,
+                wanted,
+                metadata(device.arch, winner.num_warps or 4, key=f"{seed}"),
+                cubin(device.arch, cubin_bytes, 2 * seed + position, new_abi=device.arch >= 100),
+                next(iter(libs), None),
+            )
+        interpreted = made == "interpreted"
+        names = {token: None if interpreted else entry.digest for token, entry in made_entries.items()}
+        entries |= {} if interpreted else {entry.digest: entry for entry in made_entries.values()}
+        times = {"median_ms": 0.5 + seed / 8, "runner_up_ms": 0.75 + seed / 8, "distinguishable": True}
+        choices.append(Choice(item.kernel, item.key, winner, names, times))
+    all_facts = {kernel.name: facts(kernel) for kernel in kernels}
+    plan = Plan(device.to_json(), {"python": "3.11.7"}, {"conv": "triton"}, cases, (), all_facts, launches)
+    record = tuple(
+        {"kernel": item.kernel.name, "config": config.to_json(), "outcome": "ok", "samples_ms": [0.5, 0.25]}
+        for item in launches
+        for config in item.candidates
+    )
+    abi = {"python__abi": "cpython-311-x86_64-linux-gnu"} if launchers else {}
+    return Contents(
+        "sample",
+        made,
+        b"format: 1\nname: sample\n",
+        {"format": 1, "name": "sample"},
+        fingerprint_of(device, list(all_facts.values()), **abi),
+        plan,
+        tuple(choices),
+        record,
+        entries,
+        libs,
+    )
+
+
+def changed(base: Contents, **changes: Any) -> Contents:
+    """The contents with other fields."""
+    return dataclasses.replace(base, **changes)
