@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 PREFIX = "sha256:"
+_WELL_FORMED = re.compile("sha256:[0-9a-f]{64}")
 
 
 def of_bytes(data: bytes | bytearray | memoryview) -> str:
@@ -48,7 +50,4 @@ def canonical_json(value: Any) -> bytes:
 
 def is_digest(text: object) -> bool:
     """Whether the text is a well-formed digest."""
-    if not isinstance(text, str) or not text.startswith(PREFIX):
-        return False
-    hexadecimal = text[len(PREFIX) :]
-    return len(hexadecimal) == 64 and all(character in "0123456789abcdef" for character in hexadecimal)
+    return isinstance(text, str) and _WELL_FORMED.fullmatch(text) is not None
