@@ -1,7 +1,7 @@
 """What a person sees. The only file of kernelbake that imports rich, and beside ``cli`` the only one that writes.
 
-stdout is data: tables, JSON, digests, paths. stderr is everything else: progress, notes, refusals. Tables are plain text
-of fixed layout, the same on a terminal and in a file; rich draws progress, on terminals only.
+stdout is data: tables, JSON, digests, paths. stderr is everything else: progress, notes, refusals. Tables are plain
+text of fixed layout, the same on a terminal and in a file; rich draws progress, on terminals only.
 """
 
 from __future__ import annotations
