@@ -1,0 +1,1 @@
+"""Anchor attention: Triton kernels, their autograd function and a dense reference."""
