@@ -1,0 +1,43 @@
+"""dflash's own errors; the base class, the exit codes and the wording are those of kernelbake.
+
+Input, bundle, misfit, coverage and frozen-miss errors come from ``kernelbake.errors`` as they are.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from kernelbake.errors import ExitCode, InputError, KernelbakeError, MisfitError
+
+__all__ = ["DataError", "ExitCode", "ForeignPackageError", "InterruptedRunError", "ResumeError", "TrainingStoppedError"]
+
+
+class DataError(InputError):
+    """The training data cannot be used: not there, broken, or nothing in it is supervised."""
+
+
+class ResumeError(MisfitError):
+    """A checkpoint is sound but belongs to another run or another bundle."""
+
+
+class ForeignPackageError(InputError):
+    """Another distribution owns the import name ``dflash`` in this environment."""
+
+
+class TrainingStoppedError(KernelbakeError):
+    """Training stopped by itself: a non-finite loss or gradient, a failed pair, or no memory left."""
+
+    exit_code = ExitCode.STOPPED
+
+
+class InterruptedRunError(KernelbakeError):
+    """A signal ended the run after the current step; the state was saved first.
+
+    Args:
+        number: the signal's number; it decides the exit code.
+        saved: what was saved, for the message.
+    """
+
+    def __init__(self, number: int, saved: str) -> None:
+        super().__init__(f"train: stopped by {signal.Signals(number).name}; {saved}")
+        self.exit_code = ExitCode.TERMINATED if number == signal.SIGTERM else ExitCode.INTERRUPTED

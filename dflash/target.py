@@ -1,0 +1,257 @@
+"""The frozen hybrid target: hidden states of chosen layers, embedding and head.
+
+Legend of shape suffixes: B rows, S context length, E hidden size, F = E times the number of target layers,
+V vocabulary.
+
+Whole-sequence logits are never made: only the decoder stack runs, and the head is applied by the loss to block rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash import devices
+from dflash.buckets import Batch
+from dflash.spec import RANDOM, TargetSpec
+from kernelbake.errors import InputError
+
+_CLASSES = {
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+}
+
+
+class Target:
+    """A loaded target.
+
+    Args:
+        model: transformers' causal language model, with ``model`` (the decoder stack) and ``lm_head``.
+        layer_ids: the layers whose outputs are the features, ascending.
+        source: where the weights came from, for people.
+        frozen: whether it runs without gradients.
+    """
+
+    def __init__(self, model: Any, layer_ids: tuple[int, ...], source: str, *, frozen: bool = True) -> None:
+        self._model = model
+        self._layer_ids = layer_ids
+        self.source = source
+        self.frozen = frozen
+        model.requires_grad_(not frozen)
+        model.eval()
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._model.lm_head.weight.device
+        return device
+
+    @property
+    def head_VE(self) -> torch.Tensor:
+        """The head's weight; the embedding's own where they are tied."""
+        weight: torch.Tensor = self._model.lm_head.weight
+        return weight
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., E] of token ids."""
+        embeddings: torch.Tensor = self._model.model.embed_tokens(ids)
+        return embeddings
+
+    def features(self, batch: Batch) -> torch.Tensor:
+        """Outputs [B, S, F] of the chosen layers, side by side, for a batch on this target's device."""
+        outputs: dict[int, torch.Tensor] = {}
+        stack = self._model.model
+        handles = [
+            stack.layers[layer].register_forward_hook(_keep(outputs, position))
+            for position, layer in enumerate(self._layer_ids)
+        ]
+        try:
+            with torch.no_grad() if self.frozen else contextlib.nullcontext():
+                stack(
+                    input_ids=batch.input_ids_BS,
+                    position_ids=batch.positions_BS,
+                    attention_mask={"full_attention": _attention_mask(batch), "linear_attention": None},
+                    use_cache=False,
+                    **_boundaries(batch),
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+        return torch.cat([outputs[position] for position in range(len(self._layer_ids))], dim=-1)
+
+
+def _keep(outputs: dict[int, torch.Tensor], position: int) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        outputs[position] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _attention_mask(batch: Batch) -> torch.Tensor | None:
+    """None where causality alone decides: in the padded layout no token looks at the padding to its right."""
+    if batch.doc_ids_BS is None:
+        return None
+    same_document = batch.doc_ids_BS[:, None, :, None] == batch.doc_ids_BS[:, None, None, :]
+    length = batch.doc_ids_BS.shape[1]
+    before = torch.ones(length, length, dtype=torch.bool, device=same_document.device).tril()
+    return same_document & before
+
+
+def _boundaries(batch: Batch) -> dict[str, torch.Tensor]:
+    """What makes the recurrent layers stop at the documents' ends."""
+    if batch.cu_seqlens_D is None or batch.chunk_indices is None:
+        return {}
+    return {"cu_seq_lens_q": batch.cu_seqlens_D, "chunk_indices": batch.chunk_indices}
+
+
+# ---------------------------------------------------------------------------------------------- building
+
+
+def model_config(spec: TargetSpec) -> Any:
+    """transformers' configuration of these dimensions."""
+    module = importlib.import_module(f"transformers.models.{spec.architecture}.configuration_{spec.architecture}")
+    experts = {}
+    if spec.experts is not None:
+        experts = {
+            "num_experts": spec.experts.num,
+            "num_experts_per_tok": spec.experts.per_token,
+            "moe_intermediate_size": spec.experts.intermediate_size,
+            "shared_expert_intermediate_size": spec.experts.shared_intermediate_size,
+        }
+    return getattr(module, _CLASSES[spec.architecture][0])(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        linear_num_key_heads=spec.linear_num_key_heads,
+        linear_num_value_heads=spec.linear_num_value_heads,
+        linear_key_head_dim=spec.linear_key_head_dim,
+        linear_value_head_dim=spec.linear_value_head_dim,
+        linear_conv_kernel_dim=spec.linear_conv_kernel_dim,
+        layer_types=list(spec.layer_types),
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": spec.rope_theta,
+            "partial_rotary_factor": spec.partial_rotary_factor,
+        },
+        tie_word_embeddings=spec.tie_embeddings,
+        use_cache=False,
+        attn_implementation="sdpa",
+        **experts,
+    )
+
+
+def representative(spec: TargetSpec) -> TargetSpec:
+    """The same dimensions with one layer of each kind: Gated DeltaNet, then attention."""
+    return dataclasses.replace(spec, num_layers=2, full_attention_interval=2)
+
+
+def representative_layer_ids(layer_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """As many feature layers, of the two that there are."""
+    return tuple(position % 2 for position in range(len(layer_ids)))
+
+
+def random_target(
+    spec: TargetSpec,
+    layer_ids: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+) -> Target:
+    """A target with random weights, made on the device in its dtype."""
+    module = modeling(spec.architecture)
+    torch.manual_seed(seed)
+    with devices.current(device), torch.device(device), devices.default_dtype(dtype):
+        model = getattr(module, _CLASSES[spec.architecture][1])(model_config(spec))
+    return Target(model, layer_ids, f"random weights, seed {seed}", frozen=spec.frozen)
+
+
+def modeling(architecture: str) -> Any:
+    """transformers' modeling module, with the convolution that knows documents in place."""
+    with devices.importing_fla():
+        module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    _stop_convolution_at_documents(module)
+    return module
+
+
+def _stop_convolution_at_documents(module: Any) -> None:
+    """Makes the convolution of the module's Gated-DeltaNet layers end at document boundaries.
+
+    transformers hands the boundaries to its convolution, whose torch implementation ignores them without a word. Calls
+    that come with boundaries go to FLA's Triton kernel instead; all others go where they went before. What a call does
+    depends on its arguments alone, so that any number of threads and models may share the module.
+
+    Raises:
+        InputError: this transformers has no such function to replace.
+    """
+    original = getattr(module, "causal_conv1d_fn", None)
+    if original is None:
+        raise InputError(
+            f"target: `{module.__name__}` has no `causal_conv1d_fn`; wanted transformers 5.16 or later",
+            hint="with this version packed batches would mix documents in the convolution",
+        )
+    if getattr(original, "knows_documents", False):
+        return
+
+    def causal_conv1d_fn(
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if kwargs.get("cu_seq_lens_q") is None:
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        out_BSC, _ = causal_conv1d(
+            hidden_states.transpose(1, 2),
+            weight,
+            bias,
+            activation=activation,
+            cu_seqlens=kwargs["cu_seq_lens_q"],
+            chunk_indices=kwargs.get("chunk_indices"),
+        )
+        return out_BSC.transpose(1, 2)  # type: ignore[no-any-return]
+
+    causal_conv1d_fn.knows_documents = True  # type: ignore[attr-defined]
+    causal_conv1d_fn.original = original  # type: ignore[attr-defined]
+    module.causal_conv1d_fn = causal_conv1d_fn
+
+
+# ---------------------------------------------------------------------------------------------- size
+
+
+def parameter_bytes(spec: TargetSpec, dtype: torch.dtype) -> int:
+    """Memory of the target's weights, from its shapes alone: one layer of each kind is laid out without memory."""
+    module = modeling(spec.architecture)
+    with torch.device("meta"), devices.default_dtype(dtype):
+        model = getattr(module, _CLASSES[spec.architecture][1])(model_config(representative(spec)))
+    linear, attention = (_bytes(layer) for layer in model.model.layers)
+    total = _bytes(model) - linear - attention
+    for kind in spec.layer_types:
+        total += linear if kind == "linear_attention" else attention
+    return total
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def is_random(model: str) -> bool:
+    """Whether this model name asks for random weights."""
+    return model == RANDOM
