@@ -720,7 +720,7 @@ class DirectLaunch:
     fixed: tuple[Any, ...]
 
 
-DIRECT_NAMES = ("_cooperative", "_pdl", "_packed", "_annotations", "_signature")
+DIRECT_NAMES = ("kb_cooperative", "kb_pdl", "kb_packed", "kb_annotations", "kb_signature")
 
 
 def direct_launch(kernel: LoadedKernel) -> DirectLaunch | None:
@@ -749,10 +749,10 @@ def direct_launch(kernel: LoadedKernel) -> DirectLaunch | None:
 def direct_call(args: Sequence[str]) -> str:
     """Source text of that call, given the texts of the arguments.
 
-    It uses the names ``_launch``, ``_x``, ``_y``, ``_z``, ``_stream``, ``_function`` and those of ``DIRECT_NAMES``.
+    It uses the names ``kb_launch``, ``kb_x``, ``kb_y``, ``kb_z``, ``kb_stream``, ``kb_function`` and ``DIRECT_NAMES``.
     """
-    head = "_launch(_x, _y, _z, _stream, _function, _cooperative, _pdl"
+    head = "kb_launch(kb_x, kb_y, kb_z, kb_stream, kb_function, kb_cooperative, kb_pdl"
     listed = "".join(f"{arg}, " for arg in args)
     if version() == (3, 6):
-        return f"{head}, None, None, _packed, None, None, None, {listed})"
-    return f"{head}, _packed, None, None, None, None, None, _annotations, _signature, ({listed}))"
+        return f"{head}, None, None, kb_packed, None, None, None, {listed})"
+    return f"{head}, kb_packed, None, None, None, None, None, kb_annotations, kb_signature, ({listed}))"
