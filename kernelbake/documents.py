@@ -6,6 +6,7 @@ rules out duplicate names, infinities, other spacing and other spellings of a nu
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -89,8 +90,25 @@ def _why_not_canonical(text: str) -> str:
     return "JSON that is not canonical (sorted names, no spaces, shortest numbers)"
 
 
-Shape: TypeAlias = Callable[[Any, str], Iterator[str]]
-"""Checks one value at a place and gives a line for everything that is wrong: ``place: found; wanted``."""
+Faults: TypeAlias = Iterator[tuple[str, str]]
+"""Path inside a document and ``found; wanted``, for everything that is wrong."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """What a value has to look like. ``faults`` explains what ``fits`` refuses, and is only asked then.
+
+    Args:
+        fits: whether the value has the shape.
+        faults: everything that is wrong with the value at a path.
+    """
+
+    fits: Callable[[Any], bool]
+    faults: Callable[[Any, str], Faults]
+
+    def check(self, value: Any) -> list[tuple[str, str]]:
+        """Everything that is wrong with a value; empty if it fits."""
+        return [] if self.fits(value) else list(self.faults(value, ""))
 
 
 def _found(value: Any) -> str:
@@ -101,25 +119,30 @@ def _found(value: Any) -> str:
     return f"`{value!r:.60}`"
 
 
-def _leaf(wanted: str, fits: Callable[[Any], bool]) -> Shape:
-    def check(value: Any, place: str) -> Iterator[str]:
-        if not fits(value):
-            yield f"{place}: {_found(value)}; wanted {wanted}"
+def _at(path: str, part: str | int) -> str:
+    return f"{path}.{part!s:.60}".lstrip(".")
 
-    return check
+
+def _leaf(wanted: str, fits: Callable[[Any], bool]) -> Shape:
+    def faults(value: Any, path: str) -> Faults:
+        if not fits(value):
+            yield path, f"{_found(value)}; wanted {wanted}"
+
+    return Shape(fits, faults)
 
 
 TEXT = _leaf("a text", lambda value: type(value) is str)
 WORD = _leaf("a text that is not empty", lambda value: type(value) is str and value != "")
 FLAG = _leaf("true or false", lambda value: type(value) is bool)
 COUNT = _leaf("an integer from 0 up", lambda value: type(value) is int and value >= 0)
+POSITIVE = _leaf("a positive integer", lambda value: type(value) is int and value > 0)
 DIGEST = _leaf("a digest", digest.is_digest)
 OBJECT = _leaf("an object", lambda value: type(value) is dict)
 ANYTHING = _leaf("anything", lambda value: True)
 
 
 def literal(*allowed: Any) -> Shape:
-    """One of these texts or truth values."""
+    """One of these texts, numbers or truth values."""
     wanted = " or ".join(f"`{json.dumps(item)}`" for item in allowed)
     return _leaf(wanted, lambda value: any(type(value) is type(item) and value == item for item in allowed))
 
@@ -127,92 +150,105 @@ def literal(*allowed: Any) -> Shape:
 def optional(shape: Shape) -> Shape:
     """``null`` or the shape."""
 
-    def check(value: Any, place: str) -> Iterator[str]:
+    def faults(value: Any, path: str) -> Faults:
         if value is not None:
-            yield from shape(value, place)
+            yield from shape.faults(value, path)
 
-    return check
+    return Shape(lambda value: value is None or shape.fits(value), faults)
 
 
 def listing(shape: Shape, *, at_least: int = 0) -> Shape:
     """A list of the shape."""
 
-    def check(value: Any, place: str) -> Iterator[str]:
+    def fits(value: Any) -> bool:
+        return type(value) is list and len(value) >= at_least and all(map(shape.fits, value))
+
+    def faults(value: Any, path: str) -> Faults:
         if type(value) is not list or len(value) < at_least:
-            yield f"{place}: {_found(value)}; wanted a list" + (f" of at least {at_least}" if at_least else "")
+            yield path, f"{_found(value)}; wanted a list" + (f" of at least {at_least}" if at_least else "")
             return
         for index, item in enumerate(value):
-            yield from shape(item, f"{place}.{index}")
+            yield from shape.faults(item, _at(path, index))
 
-    return check
+    return Shape(fits, faults)
 
 
 def row(*shapes: Shape) -> Shape:
     """A list with one value of each shape."""
+    tests = tuple(shape.fits for shape in shapes)
 
-    def check(value: Any, place: str) -> Iterator[str]:
+    def fits(value: Any) -> bool:
+        if type(value) is not list or len(value) != len(tests):
+            return False
+        return all(test(item) for test, item in zip(tests, value, strict=True))
+
+    def faults(value: Any, path: str) -> Faults:
         if type(value) is not list or len(value) != len(shapes):
-            yield f"{place}: {_found(value)}; wanted a list of {len(shapes)}"
+            yield path, f"{_found(value)}; wanted a list of {len(shapes)}"
             return
         for index, (item, shape) in enumerate(zip(value, shapes, strict=True)):
-            yield from shape(item, f"{place}.{index}")
+            yield from shape.faults(item, _at(path, index))
 
-    return check
+    return Shape(fits, faults)
 
 
-def mapping(shape: Shape, name: Callable[[str], bool] = bool) -> Shape:
-    """An object whose names satisfy a test and whose values have the shape."""
+def mapping(shape: Shape) -> Shape:
+    """An object whose values have the shape, under any name."""
 
-    def check(value: Any, place: str) -> Iterator[str]:
+    def faults(value: Any, path: str) -> Faults:
         if type(value) is not dict:
-            yield f"{place}: {_found(value)}; wanted an object"
+            yield path, f"{_found(value)}; wanted an object"
             return
         for key, item in value.items():
-            if not name(key):
-                yield f"{place}: the name `{key:.60}`; wanted another kind of name"
-            yield from shape(item, f"{place}.{key:.60}")
+            yield from shape.faults(item, _at(path, key))
 
-    return check
+    return Shape(lambda value: type(value) is dict and all(map(shape.fits, value.values())), faults)
 
 
-def fields(shapes: Mapping[str, Shape], extra: Mapping[str, Shape] | None = None) -> Shape:
-    """An object with exactly these fields, and at most the extra ones beside them."""
+def fields(shapes: Mapping[str, Shape], extra: Mapping[str, Shape] | None = None, *, others: bool = False) -> Shape:
+    """An object with these fields, and at most the extra ones beside them, or with ``others`` any."""
     may = {**shapes, **(extra or {})}
+    tests = {name: shape.fits for name, shape in may.items()}
 
-    def check(value: Any, place: str) -> Iterator[str]:
+    def fits(value: Any) -> bool:
+        if type(value) is not dict or not shapes.keys() <= value.keys():
+            return False
+        return all(tests[name](item) if name in tests else others for name, item in value.items())
+
+    def faults(value: Any, path: str) -> Faults:
         if type(value) is not dict:
-            yield f"{place}: {_found(value)}; wanted an object"
+            yield path, f"{_found(value)}; wanted an object"
             return
         for name in sorted(shapes.keys() - value.keys()):
-            yield f"{place}: no field `{name}`; wanted one"
+            yield path, f"no field `{name}`; wanted one"
         for name, item in value.items():
             if name in may:
-                yield from may[name](item, f"{place}.{name}")
-            else:
-                yield f"{place}: the field `{name:.60}`; wanted none of that name"
+                yield from may[name].faults(item, _at(path, name))
+            elif not others:
+                yield path, f"the field `{name:.60}`; wanted none of that name"
 
-    return check
+    return Shape(fits, faults)
 
 
-def _check_value(value: Any, place: str) -> Iterator[str]:
-    if value is None or type(value) in (str, int, bool):
-        return
+_PLAIN = frozenset((str, int, bool, type(None)))
+
+
+def _is_value(value: Any) -> bool:
+    if type(value) in _PLAIN:
+        return True
     try:
-        again = keys.encode(keys.decode(value))
+        return bool(keys.encode(keys.decode(value)) == value)
     except (TypeError, ValueError, OverflowError):
-        again = None
-    if again != value:
-        yield f"{place}: {_found(value)}; wanted the JSON form of a key's value"
+        return False
 
 
-VALUE: Shape = _check_value
+VALUE = _leaf("the JSON form of a key's value", _is_value)
 ITEMS = listing(row(TEXT, VALUE))
 KERNEL = _leaf(
     "a kernel as `module:qualname`",
     lambda value: type(value) is str and value.count(":") == 1 and not value.startswith(":") and value[-1] != ":",
 )
-_POSITIVE = _leaf("a positive integer", lambda value: type(value) is int and value > 0)
-CONFIG = fields({"meta": ITEMS}, dict.fromkeys(("num_warps", "num_stages", "num_ctas", "maxnreg"), _POSITIVE))
+CONFIG = fields({"meta": ITEMS}, dict.fromkeys(("num_warps", "num_stages", "num_ctas", "maxnreg"), POSITIVE))
 KEY = fields({"values": ITEMS, "dtypes": listing(row(TEXT, TEXT))})
 SPECIALIZATION = fields({"parameters": listing(row(TEXT, VALUE, VALUE)), "options": ITEMS})
 CASE = ITEMS
@@ -272,22 +308,17 @@ CHOICES = listing(
     )
 )
 RECORD_LINE = OBJECT
-_METADATA_NEEDED: Mapping[str, Shape] = {
-    "name": WORD,
-    "num_warps": _POSITIVE,
-    "shared": COUNT,
-    "target": fields({"backend": WORD, "arch": ANYTHING, "warp_size": _POSITIVE}),
-}
-
-
-def _check_metadata(value: Any, place: str) -> Iterator[str]:
-    yield from OBJECT(value, place)
-    if type(value) is dict:
-        yield from fields(_METADATA_NEEDED)({k: v for k, v in value.items() if k in _METADATA_NEEDED}, place)
-
-
+_METADATA = fields(
+    {
+        "name": WORD,
+        "num_warps": POSITIVE,
+        "shared": COUNT,
+        "target": fields({"backend": WORD, "arch": COUNT, "warp_size": POSITIVE}),
+    },
+    others=True,
+)
 ENTRY = fields(
-    {"kernel": KERNEL, "launcher": optional(DIGEST), "metadata": _check_metadata, "specialization": SPECIALIZATION},
+    {"kernel": KERNEL, "launcher": optional(DIGEST), "metadata": _METADATA, "specialization": SPECIALIZATION},
 )
 """``kernel.json``: Triton's launch metadata has to hold what a loader needs; its other fields are Triton's own."""
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import mmap
 import os
 import re
 import stat
@@ -193,7 +194,7 @@ def inspect(path: Path) -> Sound:
         spans = _layout(size, index)
         expected = archive.length(Member(name, span.size) for name, span in spans.items())
         if expected == source.size:
-            data = memoryview(bytearray(source.size))
+            data = _memory(source.size)
             clean = _load(source, data, spans, header["time"], findings)
         else:
             clean = False
@@ -246,8 +247,8 @@ def _header(source: Source, findings: Findings, path: Path) -> tuple[dict[str, A
     if type(form) is not int or form != FORMAT:
         findings.add(Rule.FORMAT, f"`{HEADER}`", f"format `{form!r:.20}`; wanted {FORMAT}, the one this version reads")
         findings.raise_if_any(path)
-    for line in documents.HEADER(header, HEADER):
-        findings.add(Rule.HEADER_FIELDS, *line.split(": ", 1))
+    for inner, message in documents.HEADER.check(header):
+        findings.add(Rule.HEADER_FIELDS, f"`{HEADER}` {inner}".rstrip(), message)
     findings.raise_if_any(path)
     if header["header_digest"] != header_digest(header):
         findings.add(Rule.HEADER_DIGEST, f"`{HEADER}`", "its digest is not that of its fields; wanted the same")
@@ -275,8 +276,8 @@ def _index(source: Source, offset: int, header: Mapping[str, Any], findings: Fin
         findings.raise_if_any(path)
     _compare_header(block, archive.header(INDEX, len(content), header["time"]), INDEX, findings)
     index = _json(content, INDEX, findings, path, 4 * MAX_MEMBERS)
-    for line in documents.INDEX(index, INDEX):
-        findings.add(Rule.INDEX_FIELDS, *line.split(": ", 1))
+    for inner, message in documents.INDEX.check(index):
+        findings.add(Rule.INDEX_FIELDS, f"`{INDEX}` {inner}".rstrip(), message)
     findings.raise_if_any(path)
     _check_members(index["members"], findings)
     if index["about"] != about_digest(header):
@@ -322,6 +323,14 @@ def _layout(header_size: int, index: Mapping[str, Any]) -> dict[str, Span]:
 
 
 # ---------------------------------------------------------------------------------------------- the rest of the file
+
+
+def _memory(size: int) -> memoryview:
+    """Private memory, in large pages where the system has them: clearing small ones costs half as much as hashing."""
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(area)
 
 
 def _load(source: Source, data: memoryview, spans: Mapping[str, Span], time: int, findings: Findings) -> bool:
