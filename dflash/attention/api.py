@@ -245,6 +245,7 @@ def _constants(q: torch.Tensor, k: torch.Tensor, layout: AnchorLayout, causal: b
     return {
         "HEAD_DIM": q.shape[3],
         "ITEM_BYTES": q.element_size(),
+        "KV_HEADS": k.shape[2],
         "GROUP": q.shape[2] // k.shape[2],
         "BLOCK_SIZE": layout.block_size,
         "CAUSAL": causal,
@@ -278,7 +279,6 @@ def _forward(
         layout.bounds,
         scale * math.log2(math.e),
         batch,
-        kv_heads,
         num_rows,
         layout.context_length,
         layout.bounds.shape[2],
@@ -306,7 +306,7 @@ def _backward(
     delta = torch.empty_like(lse)
     lanes = batch * num_rows * heads
     kernels.anchor_delta_kernel[(-(-lanes // _DELTA_LANES),)](
-        out, grad, delta, kv_heads, num_rows, lanes, HEAD_DIM=head_dim, GROUP=group, LANES=_DELTA_LANES
+        out, grad, delta, num_rows, lanes, HEAD_DIM=head_dim, KV_HEADS=kv_heads, GROUP=group, LANES=_DELTA_LANES
     )
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -329,7 +329,6 @@ def _backward(
         scale,
         scale * math.log2(math.e),
         batch,
-        kv_heads,
         num_rows,
         layout.context_length,
         layout.bounds.shape[2],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-KEY = ["HEAD_DIM", "ITEM_BYTES", "GROUP", "BLOCK_SIZE", "CAUSAL", "BOUNDED", "size_class"]
+KEY = ["HEAD_DIM", "ITEM_BYTES", "KV_HEADS", "GROUP", "BLOCK_SIZE", "CAUSAL", "BOUNDED", "size_class"]
 """The autotune key: finite over buckets, anchor counts and batch sizes."""
 
 _TILE_MIN = 16

@@ -26,7 +26,7 @@ DIAGONAL = tl.constexpr(32)
 LOWEST = tl.constexpr(-1.0e30)
 """Start of the running maximum: finite, so that a row that sees nothing gives zeros and not NaN."""
 
-_RUNTIME = ("num_kv_heads", "num_rows", "context_length", "num_blocks", "num_marks", "window", "batch", "size_class")
+_RUNTIME = ("num_rows", "context_length", "num_blocks", "num_marks", "window", "batch", "size_class")
 """Integers that no specialization depends on: one cubin serves every bucket and anchor count."""
 
 
@@ -56,21 +56,27 @@ def _own_interval(rows, valid, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(ptr, first, limit, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+def _load_keys(
+    ptr, first, limit, STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Key or value rows ``first …`` as [BLOCK_N, BLOCK_D]; zeros from ``limit`` on."""
     lanes = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     ok = (first + lanes < limit)[:, None]
     if HEAD_DIM != BLOCK_D:
         ok = ok & (dims < HEAD_DIM)[None, :]
-    return tl.load(ptr + first * stride.to(tl.int64) + lanes[:, None] * stride + dims[None, :], mask=ok, other=0.0)
+    return tl.load(
+        ptr + first * tl.full((), STRIDE, tl.int64) + lanes[:, None] * STRIDE + dims[None, :], mask=ok, other=0.0
+    )
 
 
 @triton.jit
-def _query_offsets(stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def _query_offsets(
+    STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    return (lanes // GROUP)[:, None] * stride + (lanes % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    return (lanes // GROUP)[:, None] * STRIDE + (lanes % GROUP)[:, None] * HEAD_DIM + dims[None, :]
 
 
 @triton.jit
@@ -100,7 +106,6 @@ def anchor_forward_kernel(
     bounds_ptr,
     scale_log2,
     batch,
-    num_kv_heads,
     num_rows,
     context_length,
     num_blocks,
@@ -108,6 +113,7 @@ def anchor_forward_kernel(
     size_class,
     HEAD_DIM: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -121,67 +127,67 @@ def anchor_forward_kernel(
     BLOCK_N: tl.constexpr = scaled(TILE_N, HEAD_DIM, ITEM_BYTES)
     ROWS: tl.constexpr = BLOCK_M // GROUP
     pid = tl.program_id(0)
-    pairs = batch * num_kv_heads
+    pairs = batch * KV_HEADS
     row0 = (tl.cdiv(num_rows, ROWS) - 1 - pid // pairs) * ROWS
-    b = (pid % pairs) // num_kv_heads
-    g = pid % num_kv_heads
-    key_stride = num_kv_heads * HEAD_DIM
-    query_stride = key_stride * GROUP
+    b = (pid % pairs) // KV_HEADS
+    g = pid % KV_HEADS
+    KEY_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    QUERY_STRIDE: tl.constexpr = KEY_STRIDE * GROUP
 
     first_row = b.to(tl.int64) * num_rows + row0
     first_key = b.to(tl.int64) * (context_length + num_rows)
     bounds_ptr += b.to(tl.int64) * 2 * num_blocks
-    k_ptr += first_key * key_stride + g * HEAD_DIM
-    v_ptr += first_key * key_stride + g * HEAD_DIM
+    k_ptr += first_key * KEY_STRIDE + g * HEAD_DIM
+    v_ptr += first_key * KEY_STRIDE + g * HEAD_DIM
     lanes = tl.arange(0, BLOCK_M)
     rows = row0 + lanes // GROUP
     lane_ok = (lanes < ROWS * GROUP) & (rows < num_rows)
     begin, end = _context_interval(bounds_ptr, rows, lane_ok, num_blocks, window, BLOCK_SIZE, BOUNDED)
     valid = end >= 0
-    offsets = _query_offsets(query_stride, HEAD_DIM, BLOCK_D, GROUP, BLOCK_M)
+    offsets = _query_offsets(QUERY_STRIDE, HEAD_DIM, BLOCK_D, GROUP, BLOCK_M)
     offsets = offsets + g * (GROUP * HEAD_DIM)
     stored = _query_mask(lane_ok, HEAD_DIM, BLOCK_D)
     loaded = _query_mask(valid, HEAD_DIM, BLOCK_D)
-    q = tl.load(q_ptr + first_row * query_stride + offsets, mask=loaded, other=0.0)
+    q = tl.load(q_ptr + first_row * QUERY_STRIDE + offsets, mask=loaded, other=0.0)
 
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     own_begin, own_end = _own_interval(rows, valid, BLOCK_SIZE, CAUSAL)
     last = tl.max(own_end, axis=0)
-    block_k_ptr = k_ptr + context_length.to(tl.int64) * key_stride
-    block_v_ptr = v_ptr + context_length.to(tl.int64) * key_stride
+    block_k_ptr = k_ptr + context_length.to(tl.int64) * KEY_STRIDE
+    block_v_ptr = v_ptr + context_length.to(tl.int64) * KEY_STRIDE
     for key in tl.range((row0 // BLOCK_SIZE) * BLOCK_SIZE, last, DIAGONAL, num_stages=1):
-        k = _load_keys(block_k_ptr, key, last, key_stride, HEAD_DIM, BLOCK_D, DIAGONAL)
-        v = _load_keys(block_v_ptr, key, last, key_stride, HEAD_DIM, BLOCK_D, DIAGONAL)
+        k = _load_keys(block_k_ptr, key, last, KEY_STRIDE, HEAD_DIM, BLOCK_D, DIAGONAL)
+        v = _load_keys(block_v_ptr, key, last, KEY_STRIDE, HEAD_DIM, BLOCK_D, DIAGONAL)
         keys = (key + tl.arange(0, DIAGONAL))[None, :]
-        logits = _dot(q, tl.trans(k)) * scale_log2
-        logits = tl.where((keys >= own_begin[:, None]) & (keys < own_end[:, None]), logits, float("-inf"))
-        top, total, acc = _accumulate(logits, v, top, total, acc)
+        dots = _dot(q, tl.trans(k))
+        dots = tl.where((keys >= own_begin[:, None]) & (keys < own_end[:, None]), dots, float("-inf"))
+        top, total, acc = _accumulate(dots, scale_log2, v, top, total, acc)
 
     first, inner_begin, inner_end, last = _span(begin, end, valid, context_length, BLOCK_N, BOUNDED)
     for key in tl.range(first, last, BLOCK_N):
-        k = _load_keys(k_ptr, key, context_length, key_stride, HEAD_DIM, BLOCK_D, BLOCK_N)
-        v = _load_keys(v_ptr, key, context_length, key_stride, HEAD_DIM, BLOCK_D, BLOCK_N)
-        logits = _dot(q, tl.trans(k)) * scale_log2
+        k = _load_keys(k_ptr, key, context_length, KEY_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N)
+        v = _load_keys(v_ptr, key, context_length, KEY_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N)
+        dots = _dot(q, tl.trans(k))
         if (key < inner_begin) | (key + BLOCK_N > inner_end):
             keys = (key + tl.arange(0, BLOCK_N))[None, :]
-            logits = tl.where((keys >= begin[:, None]) & (keys < end[:, None]), logits, float("-inf"))
-        top, total, acc = _accumulate(logits, v, top, total, acc)
+            dots = tl.where((keys >= begin[:, None]) & (keys < end[:, None]), dots, float("-inf"))
+        top, total, acc = _accumulate(dots, scale_log2, v, top, total, acc)
 
     total = tl.where(valid, total, 1.0)
     out = tl.where(valid[:, None], acc / total[:, None], 0.0)
-    tl.store(out_ptr + first_row * query_stride + offsets, out.to(out_ptr.dtype.element_ty), mask=stored)
+    tl.store(out_ptr + first_row * QUERY_STRIDE + offsets, out.to(out_ptr.dtype.element_ty), mask=stored)
     lse = tl.where(valid, top + tl.log2(total), float("inf"))
-    lse_ptr += ((b * num_kv_heads + g).to(tl.int64) * num_rows + row0) * GROUP
+    lse_ptr += ((b * KV_HEADS + g).to(tl.int64) * num_rows + row0) * GROUP
     tl.store(lse_ptr + lanes, lse, mask=lane_ok)
 
 
 @triton.jit
-def _accumulate(logits, v, top, total, acc):
-    """One step of the running softmax; logits in base 2."""
-    new_top = tl.maximum(top, tl.max(logits, axis=1))
-    p = tl.exp2(logits - new_top[:, None])
+def _accumulate(dots, scale_log2, v, top, total, acc):
+    """One step of the running softmax: ``dots`` are the unscaled products, -inf where nothing is seen."""
+    new_top = tl.maximum(top, tl.max(dots, axis=1) * scale_log2)
+    p = tl.exp2(dots * scale_log2 - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, axis=1)
     acc = _dot(p.to(v.dtype), v, acc * shrink[:, None])
@@ -204,15 +210,15 @@ def _span(begin, end, valid, context_length, BLOCK_N: tl.constexpr, BOUNDED: tl.
 # ---------------------------------------------------------------------------------------------- backward
 
 
-@triton.jit(do_not_specialize=("num_kv_heads", "num_rows", "num_lanes"))
+@triton.jit(do_not_specialize=("num_rows", "num_lanes"))
 def anchor_delta_kernel(
     out_ptr,
     grad_ptr,
     delta_ptr,
-    num_kv_heads,
     num_rows,
     num_lanes,
     HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -224,10 +230,10 @@ def anchor_delta_kernel(
     mask = _query_mask(lane_ok, HEAD_DIM, BLOCK_D)
     out = tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    heads = num_kv_heads * GROUP
+    heads = KV_HEADS * GROUP
     head = lane % heads
     row = lane // heads
-    pair = (row // num_rows) * num_kv_heads + head // GROUP
+    pair = (row // num_rows) * KV_HEADS + head // GROUP
     target = (pair.to(tl.int64) * num_rows + row % num_rows) * GROUP + head % GROUP
     tl.store(delta_ptr + target, tl.sum(out * grad, axis=1), mask=lane_ok)
 
@@ -249,7 +255,6 @@ def anchor_backward_kernel(
     scale,
     scale_log2,
     batch,
-    num_kv_heads,
     num_rows,
     context_length,
     num_blocks,
@@ -258,6 +263,7 @@ def anchor_backward_kernel(
     size_class,
     HEAD_DIM: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -277,19 +283,19 @@ def anchor_backward_kernel(
     BLOCK_N: tl.constexpr = scaled(TILE_N, HEAD_DIM, ITEM_BYTES)
     KEY_BLOCK_M: tl.constexpr = scaled(KEY_TILE_M, HEAD_DIM, ITEM_BYTES)
     KEY_BLOCK_N: tl.constexpr = scaled(KEY_TILE_N, HEAD_DIM, ITEM_BYTES)
-    pairs = batch * num_kv_heads
+    pairs = batch * KV_HEADS
     pid = tl.program_id(0)
     tile = pid // pairs
-    b = (pid % pairs) // num_kv_heads
-    g = pid % num_kv_heads
+    b = (pid % pairs) // KV_HEADS
+    g = pid % KV_HEADS
     context_tiles = tl.cdiv(context_length, KEY_BLOCK_N)
     query_tiles = tl.cdiv(num_rows, BLOCK_M // GROUP)
 
-    key_stride = num_kv_heads * HEAD_DIM
-    query_stride = key_stride * GROUP
-    query_base = b.to(tl.int64) * num_rows * query_stride + g * (GROUP * HEAD_DIM)
-    key_base = b.to(tl.int64) * (context_length + num_rows) * key_stride + g * HEAD_DIM
-    lane_base = (b * num_kv_heads + g).to(tl.int64) * num_rows * GROUP
+    KEY_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    QUERY_STRIDE: tl.constexpr = KEY_STRIDE * GROUP
+    query_base = b.to(tl.int64) * num_rows * QUERY_STRIDE + g * (GROUP * HEAD_DIM)
+    key_base = b.to(tl.int64) * (context_length + num_rows) * KEY_STRIDE + g * HEAD_DIM
+    lane_base = (b * KV_HEADS + g).to(tl.int64) * num_rows * GROUP
     q_ptr += query_base
     grad_ptr += query_base
     dq_ptr += query_base
@@ -305,23 +311,24 @@ def anchor_backward_kernel(
         row0 = (query_tiles - 1 - (tile - context_tiles)) * (BLOCK_M // GROUP)
         _query_gradient(
             q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, bounds_ptr, dq_ptr, scale, scale_log2,
-            row0, query_stride, key_stride, num_rows, context_length, num_blocks, window,
-            HEAD_DIM, BLOCK_D, GROUP, BLOCK_SIZE, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N,
+            row0, num_rows, context_length, num_blocks, window,
+            QUERY_STRIDE, KEY_STRIDE, HEAD_DIM, BLOCK_D, GROUP, BLOCK_SIZE, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         _key_gradient(
             q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, bounds_ptr, counts_ptr, dk_ptr, dv_ptr, scale, scale_log2,
-            tile, context_tiles, query_tiles, query_stride, key_stride, num_rows, context_length, num_blocks, num_marks, window,
-            HEAD_DIM, BLOCK_D, GROUP, BLOCK_SIZE, CAUSAL, BOUNDED, KEY_BLOCK_M, KEY_BLOCK_N,
+            tile, context_tiles, query_tiles, num_rows, context_length, num_blocks, num_marks, window,
+            QUERY_STRIDE, KEY_STRIDE, HEAD_DIM, BLOCK_D, GROUP, BLOCK_SIZE, CAUSAL, BOUNDED, KEY_BLOCK_M, KEY_BLOCK_N,
         )  # fmt: skip
 
 
 @triton.jit
 def _query_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, bounds_ptr, dq_ptr, scale, scale_log2,
-    row0, query_stride, key_stride, num_rows, context_length, num_blocks, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    row0, num_rows, context_length, num_blocks, window,
+    QUERY_STRIDE: tl.constexpr, KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile; the pointers stand at its batch entry and kv head."""
     lanes = tl.arange(0, BLOCK_M)
@@ -329,8 +336,8 @@ def _query_gradient(
     lane_ok = (lanes < BLOCK_M // GROUP * GROUP) & (rows < num_rows)
     begin, end = _context_interval(bounds_ptr, rows, lane_ok, num_blocks, window, BLOCK_SIZE, BOUNDED)
     valid = end >= 0
-    offsets = _query_offsets(query_stride, HEAD_DIM, BLOCK_D, GROUP, BLOCK_M)
-    base = row0.to(tl.int64) * query_stride
+    offsets = _query_offsets(QUERY_STRIDE, HEAD_DIM, BLOCK_D, GROUP, BLOCK_M)
+    base = row0.to(tl.int64) * QUERY_STRIDE
     loaded = _query_mask(valid, HEAD_DIM, BLOCK_D)
     q = tl.load(q_ptr + base + offsets, mask=loaded, other=0.0)
     grad = tl.load(grad_ptr + base + offsets, mask=loaded, other=0.0)
@@ -340,11 +347,11 @@ def _query_gradient(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     own_begin, own_end = _own_interval(rows, valid, BLOCK_SIZE, CAUSAL)
     last = tl.max(own_end, axis=0)
-    block_k_ptr = k_ptr + context_length.to(tl.int64) * key_stride
-    block_v_ptr = v_ptr + context_length.to(tl.int64) * key_stride
+    block_k_ptr = k_ptr + context_length.to(tl.int64) * KEY_STRIDE
+    block_v_ptr = v_ptr + context_length.to(tl.int64) * KEY_STRIDE
     for key in tl.range((row0 // BLOCK_SIZE) * BLOCK_SIZE, last, DIAGONAL, num_stages=1):
-        k = _load_keys(block_k_ptr, key, last, key_stride, HEAD_DIM, BLOCK_D, DIAGONAL)
-        v = _load_keys(block_v_ptr, key, last, key_stride, HEAD_DIM, BLOCK_D, DIAGONAL)
+        k = _load_keys(block_k_ptr, key, last, KEY_STRIDE, HEAD_DIM, BLOCK_D, DIAGONAL)
+        v = _load_keys(block_v_ptr, key, last, KEY_STRIDE, HEAD_DIM, BLOCK_D, DIAGONAL)
         keys = (key + tl.arange(0, DIAGONAL))[None, :]
         logits = _dot(q, tl.trans(k)) * scale_log2 - lse[:, None]
         p = tl.exp2(tl.where((keys >= own_begin[:, None]) & (keys < own_end[:, None]), logits, float("-inf")))
@@ -353,8 +360,8 @@ def _query_gradient(
 
     first, inner_begin, inner_end, last = _span(begin, end, valid, context_length, BLOCK_N, BOUNDED)
     for key in tl.range(first, last, BLOCK_N):
-        k = _load_keys(k_ptr, key, context_length, key_stride, HEAD_DIM, BLOCK_D, BLOCK_N)
-        v = _load_keys(v_ptr, key, context_length, key_stride, HEAD_DIM, BLOCK_D, BLOCK_N)
+        k = _load_keys(k_ptr, key, context_length, KEY_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N)
+        v = _load_keys(v_ptr, key, context_length, KEY_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N)
         logits = _dot(q, tl.trans(k)) * scale_log2 - lse[:, None]
         if (key < inner_begin) | (key + BLOCK_N > inner_end):
             keys = (key + tl.arange(0, BLOCK_N))[None, :]
@@ -369,9 +376,10 @@ def _query_gradient(
 @triton.jit
 def _key_gradient(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, bounds_ptr, counts_ptr, dk_ptr, dv_ptr, scale, scale_log2,
-    tile, context_tiles, query_tiles, query_stride, key_stride, num_rows, context_length, num_blocks, num_marks, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile, context_tiles, query_tiles, num_rows, context_length, num_blocks, num_marks, window,
+    QUERY_STRIDE: tl.constexpr, KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of context keys or block keys, over all rows that see it.
 
@@ -385,15 +393,15 @@ def _key_gradient(
         BLOCK_SIZE, BOUNDED, BLOCK_N,
     )  # fmt: skip
     if own:
-        shift = context_length.to(tl.int64) * key_stride
+        shift = context_length.to(tl.int64) * KEY_STRIDE
     else:
         shift = context_length.to(tl.int64) * 0
     key_ok = key0 + tl.arange(0, BLOCK_N) < limit
-    k = _load_keys(k_ptr + shift, key0, tl.where(own, valid_rows, limit), key_stride, HEAD_DIM, BLOCK_D, BLOCK_N)
-    v = _load_keys(v_ptr + shift, key0, tl.where(own, valid_rows, limit), key_stride, HEAD_DIM, BLOCK_D, BLOCK_N)
+    k = _load_keys(k_ptr + shift, key0, tl.where(own, valid_rows, limit), KEY_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N)
+    v = _load_keys(v_ptr + shift, key0, tl.where(own, valid_rows, limit), KEY_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N)
     keys = (key0 + tl.arange(0, BLOCK_N))[:, None]
     lanes = tl.arange(0, BLOCK_M)
-    offsets = _query_offsets(query_stride, HEAD_DIM, BLOCK_D, GROUP, BLOCK_M)
+    offsets = _query_offsets(QUERY_STRIDE, HEAD_DIM, BLOCK_D, GROUP, BLOCK_M)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for step in tl.range(0, tl.cdiv(seen_end - seen_begin, ROWS)):
@@ -401,7 +409,7 @@ def _key_gradient(
         rows = row0 + lanes // GROUP
         lane_ok = (rows >= seen_begin) & (lanes < ROWS * GROUP)
         loaded = _query_mask(lane_ok, HEAD_DIM, BLOCK_D)
-        base = row0.to(tl.int64) * query_stride
+        base = row0.to(tl.int64) * QUERY_STRIDE
         q = tl.load(q_ptr + base + offsets, mask=loaded, other=0.0)
         grad = tl.load(grad_ptr + base + offsets, mask=loaded, other=0.0)
         lse = tl.load(lse_ptr + row0.to(tl.int64) * GROUP + lanes, mask=lane_ok, other=float("inf"))
@@ -416,8 +424,8 @@ def _key_gradient(
         dv = _dot(p.to(grad.dtype), grad, dv)
         ds = p * (_dot(v, tl.trans(grad)) - delta[None, :])
         dk = _dot(ds.to(q.dtype), q, dk)
-    targets = shift + key0.to(tl.int64) * key_stride
-    targets = targets + tl.arange(0, BLOCK_N)[:, None] * key_stride + tl.arange(0, BLOCK_D)[None, :]
+    targets = shift + key0.to(tl.int64) * KEY_STRIDE
+    targets = targets + tl.arange(0, BLOCK_N)[:, None] * KEY_STRIDE + tl.arange(0, BLOCK_D)[None, :]
     stored = _query_mask(key_ok, HEAD_DIM, BLOCK_D)
     tl.store(dk_ptr + targets, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
     tl.store(dv_ptr + targets, dv.to(dv_ptr.dtype.element_ty), mask=stored)
