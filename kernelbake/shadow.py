@@ -1,0 +1,292 @@
+"""The shadow run: a workload's real steps on fake tensors, with every launch recorded instead of made.
+
+``python -m kernelbake.shadow`` is the child process of ``kernelbake.planner``: it reads one request, a line of JSON,
+from stdin, writes events, one JSON object a line, to stdout, and ends when stdin closes, which it does when the parent
+is gone. One process plans for one device profile: kernel libraries read hardware facts when they are imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from kernelbake import bounds, fakedevice, faketensors, triton_api, workload
+from kernelbake.errors import KernelbakeError, PlanError
+from kernelbake.keys import Case
+from kernelbake.plan import KernelFacts, Launch, Plan, collect
+from kernelbake.profiles import DeviceProfile
+from kernelbake.recorder import Observer, intercepted
+
+SEED = 0
+REROUTING_PACKAGES = ("flash_qla", "tilelang", "causal_conv1d", "kernels")
+"""Packages that take calls over from Triton kernels merely by being importable."""
+REROUTING_VARIABLES = "FLA_"
+CACHE_VARIABLES = ("FLA_CACHE_", "FLA_CONFIG_", "FLA_GPU_", "FLA_TENSOR_CACHE_", "FLA_DISABLE_TENSOR_CACHE")
+"""Variables of this prefix decide which implementation serves a call, but for those that only steer caches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the planner asks for.
+
+    Args:
+        plugin: name of an installed plug-in, or ``module:attribute``.
+        section: the plug-in's section of the manifest.
+        profile: the device profile, as data.
+        interpreted: whether kernels are run by Triton's interpreter; ``TRITON_INTERPRET`` is then set.
+        paths: folders put before ``sys.path``.
+        limits: what a plan may grow to.
+    """
+
+    plugin: str
+    section: Mapping[str, Any]
+    profile: Mapping[str, Any]
+    interpreted: bool
+    paths: Sequence[str]
+    limits: Mapping[str, Any]
+
+
+Report = Callable[[str, int, int], None]
+"""Called with phase, steps done and steps in all."""
+
+
+def run(request: Request, report: Report = lambda phase, done, total: None) -> Plan:
+    """Plans the workload in this process, which is good for nothing else afterwards.
+
+    Raises:
+        PlanError: the workload cannot be planned, with the reason.
+        InputError: the plug-in is not installed or refuses its section.
+    """
+    profile = DeviceProfile.from_json(request.profile)
+    limits = bounds.Limits(**request.limits)
+    report("import", 0, 1)
+    triton_api.check_supported()
+    if not request.interpreted:
+        fakedevice.install(profile)
+    plugin = find_workload(request.plugin)
+    spec = plugin.parse(request.section)
+    cases = plugin.cases(spec)
+    implementations = {**_packages(), **_variables(), **plugin.implementations(spec)}
+    report("import", 1, 1)
+    log = LaunchLog(Observer(_target(profile), faketensors.stand_in))
+    with plugin.prepare(interpreted=request.interpreted), _shadowed(log):
+        report("open", 0, 1)
+        with _explained("open"):
+            session = plugin.open(spec, device="cpu" if request.interpreted else "cuda", seed=SEED)
+        report("open", 1, 1)
+        for done, case in enumerate(cases.planned):
+            report("cases", done, len(cases.planned))
+            log.case = case
+            with _explained(f"case {case.id}"):
+                session.step(case)
+        report("cases", len(cases.planned), len(cases.planned))
+    launches = log.launches()
+    return Plan(
+        profile=profile.to_json(),
+        versions=_versions(),
+        implementations=implementations,
+        cases=cases.planned,
+        skipped=cases.skipped,
+        kernels=log.facts(),
+        launches=launches,
+        unbounded=bounds.check(launches, cases.planned, limits),
+    )
+
+
+def find_workload(name: str) -> workload.Workload:
+    """The installed plug-in of that name, or the object at ``module:attribute``."""
+    if ":" not in name:
+        return workload.load(name)
+    module, _, attribute = name.partition(":")
+    try:
+        found: workload.Workload = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(f"workload `{name}`: not found: {error}") from error
+    return found
+
+
+class LaunchLog:
+    """Records the launches of one case after another; equal calls are worked out once."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.case = Case(())
+        self._observer = observer
+        self._known: dict[Any, Launch] = {}
+        self._seen: dict[tuple[str, int], tuple[str, Launch]] = {}
+        self._launchables: dict[str, Any] = {}
+
+    def record(self, original: Any, launchable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Stands in for the ``run`` of a kernel."""
+        signature = _signature(launchable, args, kwargs)
+        launch = self._known.get(signature) if signature is not None else None
+        if launch is None:
+            self._identify(launchable)
+            launch = self._observer.observe(launchable, args, kwargs)
+            if signature is not None:
+                self._known[signature] = launch
+        self._seen.setdefault((self.case.id, id(launch)), (self.case.id, launch))
+        for tensor in (*args, *kwargs.values()):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point:
+                faketensors.forget(tensor)
+
+    def _identify(self, launchable: Any) -> None:
+        """Refuses a kernel that cannot be found again by its name: made in a function, or replaced since."""
+        kernel = triton_api.kernel_of(launchable)
+        try:
+            found = triton_api.find(kernel)
+        except LookupError as error:
+            raise PlanError(str(error), hint="a kernel must be found by its name at the top of its module") from error
+        if triton_api.innermost(found) is not triton_api.innermost(launchable):
+            raise PlanError(f"kernel {kernel.name}: the launched object is not the one of that name; wanted one object")
+        self._launchables[kernel.name] = found
+
+    def launches(self) -> tuple[Launch, ...]:
+        """All launches recorded, merged."""
+        try:
+            return collect(self._seen.values())
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+
+    def facts(self) -> dict[str, KernelFacts]:
+        """The facts of every kernel launched."""
+        try:
+            return {name: triton_api.facts(launchable) for name, launchable in sorted(self._launchables.items())}
+        except (TypeError, LookupError) as error:
+            raise PlanError(str(error)) from error
+
+
+def _signature(launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Everything about a call that its launch can depend on, or None if that cannot be told."""
+    try:
+        named = tuple((name, _part(value)) for name, value in kwargs.items() if name not in ("grid", "warmup"))
+        return (id(launchable), tuple(_part(arg) for arg in args), named)
+    except TypeError:
+        return None
+
+
+def _part(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return (item.dtype, tuple(item.shape), item.stride(), item.storage_offset(), item.untyped_storage().nbytes())
+    if isinstance(item, tuple | list):
+        return tuple(_part(part) for part in item)
+    if item is None or isinstance(item, bool | int | float | str | torch.dtype):
+        return (type(item), item)
+    if isinstance(item, triton.language.dtype | JITFunction | InterpretedFunction):
+        return id(item)
+    raise TypeError(f"`{type(item).__name__}`")
+
+
+def _target(profile: DeviceProfile) -> Any:
+    return triton_api.gpu_target(profile.arch, profile.warp_size)
+
+
+@contextlib.contextmanager
+def _shadowed(log: LaunchLog) -> Iterator[None]:
+    mode = faketensors.ShadowMode()
+    with intercepted(log.record), faketensors.entered(mode), _no_compilation():
+        yield
+
+
+@contextlib.contextmanager
+def _no_compilation() -> Iterator[None]:
+    """Refuses ``torch.compile``, whose kernels no plan can hold, instead of tracing fake tensors."""
+    previous = torch.compiler.set_stance("fail_on_recompile")
+    with previous:
+        yield
+
+
+@contextlib.contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Turns whatever a workload raises into one error that says where."""
+    try:
+        yield
+    except KernelbakeError:
+        raise
+    except Exception as error:
+        frames = [
+            f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "torch" not in Path(frame.filename).parts and frame.filename != __file__
+        ]
+        text = str(error).strip().splitlines() or [""]
+        raise PlanError(f"{where}: `{type(error).__name__}`: {text[0]}", reasons=[*text[1:4], *frames[-6:]]) from error
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    for name, package in (("fla", "fla-core"), ("transformers", "transformers")):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(package)
+    return found
+
+
+def _packages() -> dict[str, str]:
+    facts = {}
+    for name in REROUTING_PACKAGES:
+        facts[f"package {name}"] = "importable" if importlib.util.find_spec(name) else "absent"
+    return facts
+
+
+def _variables() -> dict[str, str]:
+    return {
+        f"variable {name}": value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(REROUTING_VARIABLES) and not name.startswith(CACHE_VARIABLES)
+    }
+
+
+# ---------------------------------------------------------------------------------------------- the child process
+
+
+def main() -> int:
+    """Serves one request; the exit status is 0 also where the plan was refused, since the refusal is an event."""
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # a workload that prints must not garble the events
+    request = Request(**json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.path[:0] = request.paths
+
+    def report(phase: str, done: int, total: int) -> None:
+        print(json.dumps({"event": "progress", "phase": phase, "done": done, "total": total}), file=events)
+
+    try:
+        plan = run(request, report)
+    except KernelbakeError as error:
+        refusal = {"event": "refused", "kind": type(error).__name__, "message": error.message}
+        print(json.dumps({**refusal, "hint": error.hint, "reasons": error.reasons}), file=events)
+        return 0
+    print(json.dumps({"event": "plan", "plan": plan.to_json()}), file=events)
+    return 0
+
+
+def _end_with_parent() -> None:
+    """The parent holds the other end of stdin open as long as it lives."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # no destructors: nothing here is worth an orderly end
