@@ -8,6 +8,7 @@ between calls or launches anything.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -30,9 +31,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import make_backend
 from triton.compiler.compiler import AsmDict, CompiledKernel
+from triton.runtime import _allocation
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction, KernelInterface, create_function_from_signature
+from triton.runtime.jit import JITFunction, KernelInterface, create_function_from_signature, native_specialize_impl
 
 from kernelbake import digest
 from kernelbake.errors import BuildError, UnsupportedError
@@ -756,3 +758,110 @@ def direct_call(args: Sequence[str]) -> str:
     if version() == (3, 6):
         return f"{head}, None, None, kb_packed, None, None, None, {listed})"
     return f"{head}, kb_packed, None, None, None, None, None, kb_annotations, kb_signature, ({listed}))"
+
+
+def launcher(library: types.ModuleType, kernel: LoadedKernel) -> LibraryLauncher:
+    """The launcher of a kernel, around its library."""
+    return LibraryLauncher(library, kernel.src, kernel.metadata)
+
+
+# ---------------------------------------------------------------------------------------------- devices
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceAccess:
+    """How to ask about devices in this process, as cheaply as can be.
+
+    Args:
+        current: the thread's current device.
+        stream: the thread's current stream of a device.
+        switch: a context in which a device is the current one.
+        on_tensors: whether a tensor says on which device it lies; else all lie on the current one.
+    """
+
+    current: Callable[[], int]
+    stream: Callable[[int], int]
+    switch: Callable[[int], contextlib.AbstractContextManager[Any]]
+    on_tensors: bool
+
+
+def device_access() -> DeviceAccess:
+    """For the driver that is active."""
+    import torch
+
+    active = triton.runtime.driver.active
+    if isinstance(active, nvidia.CudaDriver) and torch.cuda.is_available():
+        return DeviceAccess(torch._C._cuda_getDevice, active.get_current_stream, torch.cuda.device, True)
+
+    @contextlib.contextmanager
+    def switch(device: int) -> Iterator[None]:
+        before = active.get_current_device()
+        active.set_current_device(device)
+        try:
+            yield
+        finally:
+            active.set_current_device(before)
+
+    on_tensors = active.get_active_torch_device().type == "cuda"
+    return DeviceAccess(active.get_current_device, active.get_current_stream, switch, on_tensors)
+
+
+# ---------------------------------------------------------------------------------------------- hooks and settings
+
+
+def quiet_condition(names: dict[str, Any], function: str) -> str:
+    """Source text of the condition that nobody watches launches; adds the objects that it names.
+
+    Args:
+        names: receives them.
+        function: name under which the code finds the kernel's function.
+    """
+    names["kb_runtime"] = knobs.runtime
+    parts = [f"not {function}.pre_run_hooks"]
+    for which in ("enter", "exit"):
+        hook = getattr(knobs.runtime, f"launch_{which}_hook")
+        names[f"kb_{which}"] = hook
+        parts.append(f"kb_runtime.launch_{which}_hook is kb_{which}")
+        if isinstance(hook, knobs.HookChain):
+            parts.append(f"not kb_{which}.calls")
+        elif hook is not None:
+            return "False"
+    return " and ".join(parts)
+
+
+def launch_hooks() -> tuple[Any, Any] | None:
+    """The hooks around launches, or None if nobody installed one."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    watched = any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    return hooks if watched else None
+
+
+def implied_arguments(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with those that ``JITFunction.run`` adds, from settings that change code."""
+    implied = {
+        "debug": kwargs.get("debug", function.debug) or knobs.runtime.debug,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    if version() >= (3, 9):
+        implied["fpsan_homomorphic_casts"] = knobs.compilation.fpsan_homomorphic_casts
+    return {**kwargs, **implied}
+
+
+def specializer(target: GPUTarget) -> tuple[Callable[..., tuple[Any, Any]], Any]:
+    """Triton's specializer of one argument and its first argument; it takes backend, value, const, specialize, align."""
+    return native_specialize_impl, make_backend(target)
+
+
+def is_unset_allocator() -> bool:
+    """Whether this thread has no allocator for the memory that some kernels want at launch."""
+    return isinstance(_allocation._allocator.get(), _allocation.NullAllocator)
+
+
+def current_allocator() -> Any:
+    """This thread's allocator."""
+    return _allocation._allocator.get()
+
+
+def needs_allocator(kernel: LoadedKernel) -> bool:
+    """Whether launching the kernel allocates memory."""
+    return bool(getattr(kernel.metadata, "global_scratch_size", 0))
