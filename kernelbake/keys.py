@@ -25,6 +25,9 @@ class Symbol:
     kind: str
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
 
 Value: TypeAlias = "bool | int | float | str | Symbol | tuple[Value, ...] | None"
 

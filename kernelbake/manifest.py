@@ -23,6 +23,9 @@ from kernelbake.yamlfile import Document, Fault
 
 FORMAT = 1
 RUNNING = "running"
+MAX_SHOWN = 100
+"""Faults that a refusal lists; a file with more of them is no manifest."""
+
 PACKAGED = Path(__file__).parent / "manifests"
 """The manifests that come with the package; in a checkout, ``manifests`` at the top is the same folder."""
 
@@ -258,15 +261,19 @@ def parse(text: bytes, source: str) -> Manifest:
 
 def _refusal(source: str, faults: list[Fault]) -> ManifestError:
     unique = sorted(set(faults), key=lambda fault: (fault.line, yamlfile.dotted(fault.path), fault.message))
-    count = "1 fault" if len(unique) == 1 else f"{len(unique)} faults"
-    return ManifestError(f"manifest `{source}`: {count}; wanted none", reasons=map(str, unique))
+    count = "1 fault" if len(unique) == 1 else f"{len(unique):,} faults"
+    reasons = [str(fault) for fault in unique[:MAX_SHOWN]]
+    if len(unique) > MAX_SHOWN:
+        reasons.append(f"and {len(unique) - MAX_SHOWN:,} more faults")
+    return ManifestError(f"manifest `{source}`: {count}; wanted none", reasons=reasons)
 
 
 def _check(document: Document, text: bytes, source: str, faults: list[Fault]) -> Manifest | None:
     """Adds every fault of the content; the manifest where there is none."""
     data = document.data
     model, found = _validated(document)
-    faults += found
+    unread = {fault.path for fault in faults}
+    faults += [fault for fault in found if fault.path not in unread]
     faults += _own_faults(document, data)
     profile = _profile(document, data.get("gpu"), faults)
     plugin, section = _section(document, data.get("workload"), faults)

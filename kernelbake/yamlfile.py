@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MAX_BYTES = 256 * 1024
+MAX_BYTES = 64 * 1024
 MAX_DEPTH = 20
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
