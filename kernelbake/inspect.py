@@ -311,7 +311,7 @@ class Covered:
         }
 
 
-OnProgress: TypeAlias = Callable[[str, int, int], None]
+OnProgress = Callable[[int, int, str], None]
 
 
 def covered_inside(held: Bundle) -> Covered:
@@ -332,7 +332,7 @@ def coverage_of(
         path: the bundle.
         manifest: path or name of the manifest to plan; the bundle's own where neither is given.
         config: a run's configuration to plan instead, on top of the bundle's own workload.
-        on_progress: called with the phase, what is done, and what there is to do.
+        on_progress: called with cases done, cases in all, and the case.
 
     Raises:
         BundleError: the bundle cannot be trusted.

@@ -106,7 +106,7 @@ class Request:
     trusted: tuple[Path, ...] = ()
 
 
-OnProgress: TypeAlias = Callable[[str, int, int], None]
+OnProgress = Callable[[int, int, str], None]
 
 
 def verify(path: Path, request: Request, *, on_progress: OnProgress | None = None) -> Report:
@@ -115,7 +115,7 @@ def verify(path: Path, request: Request, *, on_progress: OnProgress | None = Non
     Args:
         path: the bundle.
         request: what to check.
-        on_progress: called while planning anew with the phase, what is done, and what there is to do.
+        on_progress: called while planning anew with cases done, cases in all, and the case.
 
     Raises:
         InputError: the request itself cannot be used.

@@ -170,10 +170,10 @@ def _drawing() -> Iterator[_Lines | _Bars]:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A callback ``(phase, done, total)`` that shows how far planning is."""
+def progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A callback ``(cases done, cases in all, message)`` that shows how far planning is."""
     with _drawing() as drawing:
-        yield lambda phase, done, total: drawing.update(phase, done, total, "")
+        yield lambda done, total, message="": drawing.update("plan", done, total, message)
 
 
 @contextlib.contextmanager
