@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,8 +19,8 @@ from kernelbake.errors import InputError, KernelbakeError, PlanError, Unsupporte
 from kernelbake.plan import Plan
 from kernelbake.profiles import DeviceProfile
 
-Progress = Callable[[str, int, int], None]
-"""Called with phase (``import``, ``open``, ``cases``), steps done and steps in all."""
+OnProgress = Callable[[int, int, str], None]
+"""Called with cases done, cases in all, and what is being done."""
 
 _DROPPED = ("TRITON_", "CUDA_", "TORCH", "PYTORCH_", "NVIDIA_", "LD_PRELOAD", "FLA_CACHE_", "FLA_CONFIG_", "FLA_GPU_")
 """Prefixes of variables that a plan must not depend on. Other ``FLA_`` variables choose implementations: kept."""
@@ -33,7 +34,11 @@ _FIXED = {
     "PYTHONUNBUFFERED": "1",
 }
 
-_ERRORS = {error.__name__: error for error in (PlanError, InputError, UnsupportedError)}
+_ERRORS: dict[str, type[KernelbakeError]] = {
+    "InputError": InputError,
+    "FaultsError": InputError,
+    "UnsupportedError": UnsupportedError,
+}
 
 
 def plan(
@@ -42,7 +47,7 @@ def plan(
     profile: DeviceProfile,
     *,
     interpreted: bool,
-    on_progress: Progress | None = None,
+    on_progress: OnProgress | None = None,
     paths: Sequence[Path | str] = (),
     limits: Limits | None = None,
 ) -> Plan:
@@ -62,27 +67,29 @@ def plan(
         InputError: there is no such plug-in, or it refuses its section.
         UnsupportedError: this Triton or torch is not supported.
     """
-    request = {
-        "plugin": plugin,
-        "section": section,
-        "profile": profile.to_json(),
-        "interpreted": interpreted,
-        "paths": [str(Path(path).absolute()) for path in paths],
-        "limits": dataclasses.asdict(limits or Limits()),
-    }
+    with started(interpreted=interpreted) as child:
+        return child.plan(plugin, section, profile, on_progress=on_progress, paths=paths, limits=limits)
+
+
+@contextlib.contextmanager
+def started(*, interpreted: bool) -> Iterator[Child]:
+    """A planning process that loads torch and Triton while the caller does something else; ended with the block."""
     with tempfile.TemporaryFile() as errors:
-        child = _spawn(interpreted, errors)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kernelbake.shadow"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment(os.environ, interpreted=interpreted),
+        )
         try:
-            result = _converse(child, request, on_progress or (lambda phase, done, total: None))
+            yield Child(process, errors, interpreted)
         finally:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    pipe.close()
-        if result is None:
-            raise _died(child.returncode, errors)
-    return Plan.from_json(result)
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()  # type: ignore[union-attr]
 
 
 def environment(inherited: Mapping[str, str], *, interpreted: bool) -> dict[str, str]:
@@ -94,42 +101,62 @@ def environment(inherited: Mapping[str, str], *, interpreted: bool) -> dict[str,
     return {**kept, **_FIXED, **({"TRITON_INTERPRET": "1"} if interpreted else {})}
 
 
-def _spawn(interpreted: bool, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "kernelbake.shadow"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        env=environment(os.environ, interpreted=interpreted),
-    )
+class Child:
+    """A planning process. It makes one plan."""
 
+    def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes], interpreted: bool) -> None:
+        self._process = process
+        self._errors = errors
+        self._interpreted = interpreted
 
-def _converse(child: subprocess.Popen[bytes], request: Mapping[str, Any], on_progress: Progress) -> Any:
-    """Sends the request and follows the child's events; None when it ends without a plan or a refusal."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        child.stdin.write(json.dumps(request).encode() + b"\n")
-        child.stdin.flush()
-    except BrokenPipeError:
+    def plan(
+        self,
+        plugin: str,
+        section: Mapping[str, Any],
+        profile: DeviceProfile,
+        *,
+        on_progress: OnProgress | None = None,
+        paths: Sequence[Path | str] = (),
+        limits: Limits | None = None,
+    ) -> Plan:
+        """As ``planner.plan``."""
+        request = {
+            "plugin": plugin,
+            "section": section,
+            "profile": profile.to_json(),
+            "interpreted": self._interpreted,
+            "paths": [str(Path(path).absolute()) for path in paths],
+            "limits": dataclasses.asdict(limits or Limits()),
+        }
+        result = self._converse(request, on_progress)
+        if result is None:
+            raise self._death()
+        return Plan.from_json(result)
+
+    def _converse(self, request: Mapping[str, Any], on_progress: OnProgress | None) -> Any:
+        """Sends the request and follows the child's events; None when it ends without a plan or a refusal."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        for line in self._process.stdout:
+            event = json.loads(line)
+            if event["event"] == "progress":
+                if on_progress is not None:
+                    on_progress(event["done"], event["total"], event["message"])
+            elif event["event"] == "refused":
+                kind = _ERRORS.get(event["kind"], PlanError)
+                raise kind(event["message"], hint=event["hint"], reasons=event["reasons"])
+            else:
+                return event["plan"]
         return None
-    for line in child.stdout:
-        event = json.loads(line)
-        if event["event"] == "progress":
-            on_progress(event["phase"], event["done"], event["total"])
-        elif event["event"] == "refused":
-            raise _refusal(event)
-        else:
-            return event["plan"]
-    return None
 
-
-def _refusal(event: Mapping[str, Any]) -> KernelbakeError:
-    kind = _ERRORS.get(event["kind"], InputError if event["kind"] == "FaultsError" else PlanError)
-    return kind(event["message"], hint=event["hint"], reasons=event["reasons"])
-
-
-def _died(status: int, errors: IO[bytes]) -> PlanError:
-    errors.seek(0)
-    tail = errors.read()[-8000:].decode(errors="replace").strip().splitlines()[-12:]
-    return PlanError(f"plan: the planning process ended with status {status}; wanted a plan", reasons=tail)
+    def _death(self) -> PlanError:
+        self._process.wait()
+        self._errors.seek(0)
+        tail = self._errors.read()[-8000:].decode(errors="replace").strip().splitlines()[-12:]
+        status = self._process.returncode
+        return PlanError(f"plan: the planning process ended with status {status}; wanted a plan", reasons=tail)

@@ -62,11 +62,11 @@ class Request:
     limits: Mapping[str, Any]
 
 
-Report = Callable[[str, int, int], None]
-"""Called with phase, steps done and steps in all."""
+Report = Callable[[int, int, str], None]
+"""Called with cases done, cases in all, and what is being done."""
 
 
-def run(request: Request, report: Report = lambda phase, done, total: None) -> Plan:
+def run(request: Request, report: Report = lambda done, total, message: None) -> Plan:
     """Plans the workload in this process, which is good for nothing else afterwards.
 
     Raises:
@@ -75,27 +75,26 @@ def run(request: Request, report: Report = lambda phase, done, total: None) -> P
     """
     profile = DeviceProfile.from_json(request.profile)
     limits = bounds.Limits(**request.limits)
-    report("import", 0, 1)
     triton_api.check_supported()
     if not request.interpreted:
         fakedevice.install(profile)
     plugin = find_workload(request.plugin)
     spec = plugin.parse(request.section)
     cases = plugin.cases(spec)
+    total = len(cases.planned)
+    report(0, total, "loading kernel libraries")
     implementations = {**_packages(), **_variables(), **plugin.implementations(spec)}
-    report("import", 1, 1)
     log = LaunchLog(Observer(_target(profile), faketensors.stand_in))
     with plugin.prepare(interpreted=request.interpreted), _shadowed(log):
-        report("open", 0, 1)
+        report(0, total, "building the modules")
         with _explained("open"):
             session = plugin.open(spec, device="cpu" if request.interpreted else "cuda", seed=SEED)
-        report("open", 1, 1)
         for done, case in enumerate(cases.planned):
-            report("cases", done, len(cases.planned))
+            report(done, total, case.id)
             log.case = case
             with _explained(f"case {case.id}"):
                 session.step(case)
-        report("cases", len(cases.planned), len(cases.planned))
+    report(total, total, "merging launches")
     launches = log.launches()
     return Plan(
         profile=profile.to_json(),
@@ -266,8 +265,8 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:0] = request.paths
 
-    def report(phase: str, done: int, total: int) -> None:
-        print(json.dumps({"event": "progress", "phase": phase, "done": done, "total": total}), file=events)
+    def report(done: int, total: int, message: str) -> None:
+        print(json.dumps({"event": "progress", "done": done, "total": total, "message": message}), file=events)
 
     try:
         plan = run(request, report)

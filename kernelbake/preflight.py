@@ -1,0 +1,149 @@
+"""The preflight: is every launch of *this* run in the bundle? Asked before a weight is loaded; nothing fake comes here.
+
+A child process plans the run's own configuration while this process checks the bundle. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kernelbake import bundle, planner, verify
+from kernelbake.bundle import Bundle
+from kernelbake.errors import CoverageError, MisfitError
+from kernelbake.plan import Coverage, Missing, Plan, coverage
+from kernelbake.profiles import DeviceProfile
+
+INTERPRETED = "interpreted"
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkloadSection:
+    """What a bundle was made for.
+
+    Args:
+        plugin: name of the workload plug-in.
+        section: the plug-in's section of the manifest, resolved.
+        name: the manifest's name.
+        digest: the bundle's.
+        made: ``measured``, ``compiled-only`` or ``interpreted``.
+        profile: the device profile.
+    """
+
+    plugin: str
+    section: Mapping[str, Any]
+    name: str
+    digest: str
+    made: str
+    profile: DeviceProfile
+
+
+@dataclasses.dataclass(frozen=True)
+class Preflight:
+    """A run that its bundle covers.
+
+    Args:
+        coverage: complete; ``unused`` says what the bundle holds beyond.
+        plan: the run's.
+        new_cases: ids of cases that the bundle's manifest does not name and that it covers all the same.
+        digest: the bundle's.
+        seconds: wall time of the whole preflight, imports of the child included.
+    """
+
+    coverage: Coverage
+    plan: Plan
+    new_cases: tuple[str, ...]
+    digest: str
+    seconds: float
+
+
+def workload_of(path: Path | str) -> WorkloadSection:
+    """What a bundle was made for; the run without a configuration of its own is this one.
+
+    Raises:
+        BundleError: the bundle cannot be trusted.
+        InputError: it cannot be read.
+    """
+    return _section(bundle.read(path))
+
+
+def preflight(
+    path: Path | str,
+    section: Mapping[str, Any] | None = None,
+    *,
+    on_progress: planner.OnProgress | None = None,
+    paths: Sequence[Path | str] = (),
+) -> Preflight:
+    """Plans a run and compares it with a bundle.
+
+    Args:
+        path: the bundle.
+        section: the run's own section for the bundle's plug-in; the bundle's where it is None.
+        on_progress: called with cases done, cases in all, and what is being done.
+        paths: further folders in which the planning process looks for modules.
+
+    Raises:
+        CoverageError: the bundle lacks something that the run needs; all of it is listed.
+        MisfitError: the bundle was made with another Triton or from other kernel sources.
+        BundleError: the bundle cannot be trusted.
+        PlanError: the run cannot be planned.
+    """
+    start = time.monotonic()
+    interpreted = verify.read_header(Path(path))["made"] == INTERPRETED
+    with planner.started(interpreted=interpreted) as child:
+        held = bundle.read(path)
+        own = _section(held)
+        plan = child.plan(
+            own.plugin,
+            own.section if section is None else section,
+            own.profile,
+            on_progress=on_progress,
+            paths=paths,
+        )
+    found = coverage(plan, held.inventory())
+    _refuse_misfit(plan, held, found)
+    _refuse_gaps(plan, held, found)
+    known = {case.id for case in held.plan.cases}
+    new = tuple(case.id for case in plan.cases if case.id not in known)
+    return Preflight(found, plan, new, held.digest, time.monotonic() - start)
+
+
+def _section(held: Bundle) -> WorkloadSection:
+    resolved = held.manifest_resolved
+    return WorkloadSection(
+        plugin=resolved["workload"]["plugin"],
+        section=resolved["workload"]["section"],
+        name=held.name,
+        digest=held.digest,
+        made=held.made,
+        profile=DeviceProfile.from_json(resolved["gpu"]),
+    )
+
+
+def _refuse_misfit(plan: Plan, held: Bundle, found: Coverage) -> None:
+    """Another Triton or another kernel source makes every other difference a consequence."""
+    here, there = plan.versions.get("triton"), held.plan.versions.get("triton")
+    reasons = [f"triton.version: here `{here}`; bundle `{there}`"] if here != there else []
+    reasons += [str(missing) for missing in found.missing if missing.kind == "source"]
+    if reasons:
+        raise MisfitError(
+            f"preflight: bundle `{held.name}` was made from other code than this run would use; wanted the same",
+            hint="build the bundle again with the versions installed here",
+            reasons=reasons,
+        )
+
+
+def _refuse_gaps(plan: Plan, held: Bundle, found: Coverage) -> None:
+    if found.complete:
+        return
+    missing: Sequence[Missing] = found.missing
+    cases = len({case for item in missing for case in item.cases})
+    things = "1 thing" if len(missing) == 1 else f"{len(missing)} things"
+    raise CoverageError(
+        f"preflight: bundle `{held.name}` lacks {things} that {cases} of {len(plan.cases)} cases need; wanted all",
+        hint="build a bundle from a manifest that names these cases, or run the cases that this one has",
+        reasons=map(str, missing),
+    )
