@@ -137,7 +137,10 @@ class ShadowMode(FakeTensorMode):
             handled, result = self._dynamic(func, args, kwargs, tensors)
             if handled:
                 return result
-        result = super().dispatch(func, types, args, kwargs)
+        if func._schema.is_mutable and not func._schema.returns:
+            result = None  # writes into tensors whose layout it leaves alone; many have no kernel for fakes
+        else:
+            result = super().dispatch(func, types, args, kwargs)
         if func not in _EMPTY:
             self._follow(func, args, kwargs, tensors, result)
         return result
