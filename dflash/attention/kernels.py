@@ -46,6 +46,15 @@ def _context_interval(bounds_ptr, rows, row_ok, num_blocks, window, BLOCK_SIZE: 
 
 
 @triton.jit
+def _inside(keys, begin, end, BOUNDED: tl.constexpr):
+    """Which keys lie in the context interval; without lower bounds that comparison is left out."""
+    inside = keys < end
+    if BOUNDED:
+        inside = inside & (keys >= begin)
+    return inside
+
+
+@triton.jit
 def _own_interval(rows, valid, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr):
     """Block keys that each row sees, numbered like the rows; nothing for a padding slot."""
     begin = (rows // BLOCK_SIZE) * BLOCK_SIZE
@@ -172,7 +181,7 @@ def anchor_forward_kernel(
         dots = _dot(q, tl.trans(k))
         if (key < inner_begin) | (key + BLOCK_N > inner_end):
             keys = (key + tl.arange(0, BLOCK_N))[None, :]
-            dots = tl.where((keys >= begin[:, None]) & (keys < end[:, None]), dots, float("-inf"))
+            dots = tl.where(_inside(keys, begin[:, None], end[:, None], BOUNDED), dots, float("-inf"))
         top, total, acc = _accumulate(dots, scale_log2, v, top, total, acc)
 
     total = tl.where(valid, total, 1.0)
@@ -365,7 +374,7 @@ def _query_gradient(
         logits = _dot(q, tl.trans(k)) * scale_log2 - lse[:, None]
         if (key < inner_begin) | (key + BLOCK_N > inner_end):
             keys = (key + tl.arange(0, BLOCK_N))[None, :]
-            logits = tl.where((keys >= begin[:, None]) & (keys < end[:, None]), logits, float("-inf"))
+            logits = tl.where(_inside(keys, begin[:, None], end[:, None], BOUNDED), logits, float("-inf"))
         p = tl.exp2(logits)
         ds = p * (_dot(grad, tl.trans(v)) - delta[:, None])
         dq = _dot(ds.to(k.dtype), k, dq)
@@ -407,7 +416,9 @@ def _key_gradient(
     for step in tl.range(0, tl.cdiv(seen_end - seen_begin, ROWS)):
         row0 = seen_end - (step + 1) * ROWS
         rows = row0 + lanes // GROUP
-        lane_ok = (rows >= seen_begin) & (lanes < ROWS * GROUP)
+        lane_ok = rows >= seen_begin
+        if ROWS * GROUP != BLOCK_M:
+            lane_ok = lane_ok & (lanes < ROWS * GROUP)
         loaded = _query_mask(lane_ok, HEAD_DIM, BLOCK_D)
         base = row0.to(tl.int64) * QUERY_STRIDE
         q = tl.load(q_ptr + base + offsets, mask=loaded, other=0.0)
