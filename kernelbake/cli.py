@@ -20,7 +20,9 @@ from kernelbake.errors import ExitCode, InputError, KernelbakeError
 if TYPE_CHECKING:
     from kernelbake.manifest import Manifest
 
-EPILOG = "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 does not fit, 5 missing, 6 build, 7 locked, 130, 143."
+EPILOG = (
+    "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 misfit, 5 missing, 6 build, 7 locked, 130 and 143 signals."
+)
 BUNDLE = "bundle.tar"
 
 
@@ -69,7 +71,10 @@ def cli() -> None:
 @click.option("--case", "only", metavar="TEXT", multiple=True, help="Only cases whose id holds TEXT; repeatable.")
 @_json_option
 def plan(manifest: str, by: str, only: tuple[str, ...], as_json: bool) -> None:
-    """List every launch that a manifest's training run will make. Needs no GPU."""
+    """List every launch that a training run will make.
+
+    A shadow run of the workload on fake tensors: no GPU is needed and no weight is loaded.
+    """
     from kernelbake import inspect, planner
 
     wanted = _load(manifest)
@@ -93,7 +98,10 @@ def plan(manifest: str, by: str, only: tuple[str, ...], as_json: bool) -> None:
 @click.option("--line-info", is_flag=True, help="Keep source lines for profilers; the bundle is marked.")
 @click.option("--json-events", is_flag=True, help="Print one JSON object per event instead of progress bars.")
 def build(manifest: str, output: Path, json_events: bool, **options: Any) -> None:
-    """Plan, compile, measure and pack a bundle. Prints its digest."""
+    """Plan, compile, measure and pack a bundle.
+
+    Prints the bundle's digest. A build that was killed goes on where it was.
+    """
     wanted = _load(manifest)
     from kernelbake import build as library
 
@@ -117,7 +125,10 @@ def build(manifest: str, output: Path, json_events: bool, **options: Any) -> Non
 )
 @_json_option
 def verify(bundle: Path, as_json: bool, **options: Any) -> None:
-    """Prove what a bundle is worth: integrity, fit, coverage. Each level prints what it proved."""
+    """Prove what a bundle is worth, level by level.
+
+    Integrity, fit and coverage; each level says what it proved, refused or did not check, and why.
+    """
     from kernelbake import levels
 
     with render.progress() as on_progress:
@@ -132,7 +143,10 @@ def verify(bundle: Path, as_json: bool, **options: Any) -> None:
 @click.option("--kernel", metavar="TEXT", help="Only kernels whose name holds TEXT.")
 @_json_option
 def show(bundle: Path, kernel: str | None, as_json: bool) -> None:
-    """Show what a bundle holds: origin, fingerprint, choices, rejected candidates."""
+    """Show what a bundle holds.
+
+    Its origin, its fingerprint, every choice, and how many candidates were rejected for which reason.
+    """
     from kernelbake import inspect
 
     render.shown(inspect.show(bundle, kernel=kernel), as_json=as_json)
@@ -144,7 +158,10 @@ def show(bundle: Path, kernel: str | None, as_json: bool) -> None:
 @click.option("--config", type=click.Path(path_type=Path), help="A run's configuration instead of a manifest.")
 @_json_option
 def coverage(bundle: Path, manifest: str | None, config: Path | None, as_json: bool) -> None:
-    """Plan a manifest or a run anew and list what the bundle lacks for it."""
+    """List what a bundle lacks for a manifest or a run.
+
+    The manifest's or the run's workload is planned anew; without either, the bundle's own.
+    """
     from kernelbake import inspect
 
     with render.progress() as on_progress:
@@ -159,7 +176,11 @@ def coverage(bundle: Path, manifest: str | None, config: Path | None, as_json: b
 @click.option("--key", metavar="TEXT", default="", help="Only keys whose text holds TEXT.")
 @_json_option
 def explain(bundle: Path, kernel: str, key: str, as_json: bool) -> None:
-    """Say why KERNEL's keys are in the plan: the cases that launch them, the choice made, the nearest other key."""
+    """Say why a kernel's keys are in a bundle.
+
+    For every key of the kernels whose name holds KERNEL: the cases that launch it, the choice, every candidate that
+    was tried, and the nearest other key.
+    """
     from kernelbake import inspect
 
     render.explained(inspect.explain(bundle, kernel, key), as_json=as_json)
@@ -170,7 +191,10 @@ def explain(bundle: Path, kernel: str, key: str, as_json: bool) -> None:
 @click.argument("new", type=click.Path(path_type=Path))
 @_json_option
 def diff(old: Path, new: Path, as_json: bool) -> None:
-    """Compare two bundles: fingerprints, keys, choices, code."""
+    """Compare two bundles.
+
+    Their fingerprints, keys, choices and code.
+    """
     from kernelbake import report
 
     render.diff(report.diff(old, new), as_json=as_json)
@@ -180,7 +204,10 @@ def diff(old: Path, new: Path, as_json: bool) -> None:
 @_bundle_argument
 @click.option("--key", required=True, type=click.Path(path_type=Path), help="The private key.")
 def sign(bundle: Path, key: Path) -> None:
-    """Write a detached signature beside the bundle. Prints its path."""
+    """Write a detached signature beside a bundle.
+
+    Prints the signature's path.
+    """
     from kernelbake import signing
 
     render.line(str(signing.sign(bundle, key)))
@@ -198,7 +225,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _run(arguments: list[str] | None) -> int:
     try:
-        cli.main(arguments, prog_name="kernelbake", standalone_mode=False)
+        # not `cli.main`, which handles interrupts and broken pipes in ways of its own
+        with cli.make_context("kernelbake", list(sys.argv[1:] if arguments is None else arguments)) as context:
+            cli.invoke(context)
         render.flush()
     except (KeyboardInterrupt, click.Abort):
         render.note("interrupted")
@@ -208,6 +237,9 @@ def _run(arguments: list[str] | None) -> int:
         return ExitCode.TERMINATED
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        render.note(error.format_message())
+        return ExitCode.INPUT
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "kernelbake"
         return _refuse(InputError(f"{command}: {error.format_message().rstrip('.')}", hint=f"see {command} --help"))

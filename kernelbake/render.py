@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kernelbake.errors import InputError, KernelbakeError
+
 if TYPE_CHECKING:
-    from kernelbake.errors import KernelbakeError
     from kernelbake.plan import Plan
 
 REPORT_HINT = (
@@ -28,14 +29,20 @@ _PLAIN_INTERVAL_S = 5.0
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Writes; a reader that went away (``| head``) ends the output, not the command and not its exit code."""
+    """Writes; a reader that went away (``| head``) ends the output, not the command and not its exit code.
+
+    Raises:
+        InputError: stdout cannot take it.
+    """
     try:
         stream.write(text)
         stream.flush()
-    except BrokenPipeError:
+    except OSError as failure:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+        if not isinstance(failure, BrokenPipeError) and stream is sys.stdout:
+            raise InputError(f"stdout: {failure.strerror}; wanted to write all of the output") from failure
 
 
 def line(text: str = "") -> None:

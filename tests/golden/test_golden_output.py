@@ -1,0 +1,111 @@
+"""What commands print, word for word. ``make golden`` writes the files anew; read the difference before committing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import samples
+
+from kernelbake import bundle, cli, levels, manifest, planner
+from kernelbake.bundle import Contents
+from kernelbake.keys import Case
+from kernelbake.plan import Unbounded
+
+FILES = Path(__file__).parent / "files"
+COMMANDS = ("plan", "build", "verify", "show", "coverage", "explain", "diff", "sign")
+
+
+def compare(name: str, text: str) -> None:
+    """Compares with a golden file, or writes it where that was asked for. Digests are left out: any change moves them."""
+    text = re.sub(r"sha256:[0-9a-f]{64}", "sha256:<digest>", text)
+    path = FILES / f"{name}.txt"
+    if os.environ.get("KERNELBAKE_WRITE_GOLDEN"):
+        FILES.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name} differs; `make golden` writes it anew"
+
+
+@pytest.fixture(autouse=True)
+def _same_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(levels, "gpu_count", lambda: 0)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def contents() -> Contents:
+    made = samples.contents()
+    rejected = {"kernel": made.record[0]["kernel"], "config": made.record[0]["config"], "outcome": "timeout"}
+    skipped = ((Case((("bucket", 512), ("batch", 9))), "more rows than the batch"),)
+    plan = dataclasses.replace(
+        made.plan,
+        skipped=skipped,
+        unbounded=(Unbounded(made.plan.launches[0].kernel, "T", (512, 1024), "bucket"),),
+    )
+    return dataclasses.replace(made, record=(*made.record, rejected), plan=plan)
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The command, its exit code, and both its streams."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*arguments])
+    out, err = capsys.readouterr()
+    command = " ".join(("kernelbake", *arguments))
+    return f"$ {command}\n{out}--- stderr\n{err}--- exit code {ended.value.code}\n"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    compare(f"help-{command or 'kernelbake'}", output(capsys, *filter(None, (command, "--help"))))
+
+
+def test_every_command_has_its_golden_help() -> None:
+    assert isinstance(cli.cli, click.Group)
+    assert set(cli.cli.commands) == set(COMMANDS)
+
+
+OUTPUTS = {
+    "show": ["show"],
+    "show-json": ["show", "--json"],
+    "show-kernel": ["show", "--kernel", "kernel1"],
+    "explain": ["explain", "bundle.tar", "kernel0", "--key", "n=512"],
+    "verify": ["verify"],
+    "verify-json": ["verify", "--json"],
+    "verify-for": ["verify", "--for", "sm_90", "--device", "NVIDIA H200"],
+    "verify-misfit": ["verify", "--for", "sm_120", "--device", "NVIDIA H200 NVL"],
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_what_is_said_of_a_sound_bundle(capsys: pytest.CaptureFixture[str], contents: Contents, name: str) -> None:
+    bundle.write("bundle.tar", contents)
+    compare(name, output(capsys, *OUTPUTS[name]))
+
+
+@pytest.mark.parametrize("command", ["coverage", "verify"])
+def test_what_is_said_of_a_gap(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, contents: Contents, command: str
+) -> None:
+    """The bundle holds two keys of each kernel, and the plan made anew wants three."""
+    resolved = manifest.load(manifest.find("sm90.yaml")).resolved()
+    bundle.write("bundle.tar", dataclasses.replace(contents, manifest_resolved=resolved))
+    monkeypatch.setattr(planner, "plan", lambda *_, **__: samples.contents(keys_each=3).plan)
+    arguments = ["coverage"] if command == "coverage" else ["verify", "--replan"]
+    compare(f"{command}-gap", output(capsys, *arguments))
+
+
+@pytest.mark.parametrize("by", ["kernel", "case"])
+def test_what_is_said_of_a_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, contents: Contents, by: str
+) -> None:
+    def plan(*_: Any, **__: Any) -> Any:
+        return contents.plan
+
+    monkeypatch.setattr(planner, "plan", plan)
+    compare(f"plan-by-{by}", output(capsys, "plan", "--manifest", "cpu.yaml", "--by", by))
