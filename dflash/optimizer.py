@@ -6,46 +6,12 @@ dropped, so that accumulation and averaging lose nothing and only one tensor exi
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its schedule; the defaults are the DFlash paper's.
-
-    Args:
-        lr: peak learning rate.
-        warmup: share of the steps over which it rises linearly.
-        schedule: ``cosine`` (to ``min_lr`` times the peak) or ``constant``.
-        min_lr: share of the peak at the end of the cosine.
-        beta1, beta2, eps, weight_decay: AdamW's.
-        clip: largest norm of the gradient.
-    """
-
-    lr: float = 6e-4
-    warmup: float = 0.04
-    schedule: str = "cosine"
-    min_lr: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float = 1.0
-
-    def rate(self, step: int, steps: int) -> float:
-        """Learning rate of step ``step``, counted from 0, of ``steps``."""
-        rising = math.ceil(self.warmup * steps)
-        if step < rising:
-            return self.lr * (step + 1) / rising
-        if self.schedule == "constant":
-            return self.lr
-        progress = (step - rising) / max(steps - rising, 1)
-        return self.lr * (self.min_lr + (1 - self.min_lr) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2)
+from dflash.config import OptimizerConfig
 
 
 class Optimizer:
@@ -65,6 +31,7 @@ class Optimizer:
             master.grad = torch.zeros_like(master)
             weight.register_post_accumulate_grad_hook(_add_to(master.grad))
         device = self.masters[0].device
+        self._halted = torch.zeros((), device=device)
         self._adamw = torch.optim.AdamW(
             self.masters,
             lr=torch.zeros((), device=device),
@@ -85,14 +52,15 @@ class Optimizer:
 
         A gradient that is not finite changes no weight and no moment.
 
-        Returns:
-            the gradient's norm before clipping, fp32 scalar on the device; not finite where nothing was updated.
+            Returns:
+                the gradient's norm before clipping, fp32 scalar on the device; not finite where nothing was updated.
         """
         grads = self.grads
         norm = torch.nn.utils.get_total_norm(grads)
         self._adamw.param_groups[0]["lr"].fill_(lr)
         self._adamw.grad_scale = (norm / self._clip).clamp(min=1.0).nan_to_num(nan=1.0, posinf=1.0)  # type: ignore[attr-defined]
-        self._adamw.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
+        self._halted += norm.isfinite().logical_not()
+        self._adamw.found_inf = self._halted.clamp(max=1.0)  # type: ignore[attr-defined]
         self._adamw.step()
         torch._foreach_copy_(self._weights, self.masters)
         torch._foreach_zero_(grads)

@@ -53,12 +53,15 @@ class Pair:
         self.drafter = drafter
         self.optimizer = optimizer
         self.device = drafter.fc.weight.device
+        self.part = "target"
+        """What the pair is at work on, for messages: ``target``, ``drafter``, ``head and loss``, ``optimizer`` …"""
         self._head_VE = target.head_VE.detach().to(self.device)
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepTensors:
         """One optimizer step over these batches; the loss is normalised by the weights of all of them together."""
         weight_sum = sum(batch.weight_sum for batch in batches) or 1.0
         parts = [self.accumulate(batch, weight_sum) for batch in batches]
+        self.part = "optimizer"
         with devices.current(self.device):
             norm = self.optimizer.step(lr)
             loss = torch.stack([loss for loss, _ in parts]).sum()
@@ -79,11 +82,13 @@ class Pair:
         with devices.current(self.device):
             loss, correct_BNP = self.loss(features_BSF, embeddings_BQE, batch)
             share = loss / weight_sum
+            self.part = "backward pass"
             share.backward()  # type: ignore[no-untyped-call]
             return share.detach(), metrics.tally(correct_BNP, batch.labels_BNK[..., 1:])
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch]:
         """The target's part: features and the blocks' embeddings, brought to the drafter's device with the batch."""
+        self.part = "target"
         with devices.current(self.target.device):
             there = batch.on(self.target.device)
             features_BSF = self.target.features(there)
@@ -100,6 +105,7 @@ class Pair:
 
         The anchor's own row is left out: its token is given.
         """
+        self.part = "drafter"
         hidden_BQE = self.drafter(
             features_BSF,
             embeddings_BQE,
@@ -109,6 +115,7 @@ class Pair:
             batch.num_valid_B,
             batch.doc_ids_BS,
         )
+        self.part = "head and loss"
         labels_BNP = batch.labels_BNK[..., 1:]
         hidden_BNPE = hidden_BQE.unflatten(1, batch.labels_BNK.shape[1:])[:, :, 1:]
         loss, correct_R = block_loss(

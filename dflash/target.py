@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dflash import devices
+from dflash import devices, hub
 from dflash.buckets import Batch
 from dflash.spec import RANDOM, TargetSpec
 from kernelbake.errors import InputError
@@ -180,6 +181,61 @@ def random_target(
     return Target(model, layer_ids, f"random weights, seed {seed}", frozen=spec.frozen)
 
 
+def load_target(
+    spec: TargetSpec,
+    layer_ids: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+) -> Target:
+    """The target that the spec names, on the device; random weights where its model is ``random``.
+
+    With the package ``accelerate`` weights go straight to the device; without it they pass through the CPU's memory.
+
+    Raises:
+        InputError: it does not fit, cannot be loaded, or its files lack weights; all of them are listed.
+    """
+    check_fits(spec, device, dtype)
+    if spec.model == RANDOM:
+        return random_target(spec, layer_ids, device, dtype, seed=seed)
+    from transformers.utils import is_accelerate_available
+
+    cls = getattr(modeling(spec.architecture), _CLASSES[spec.architecture][1])
+    direct = device.type == "cuda" and is_accelerate_available()
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
+    try:
+        model, info = cls.from_pretrained(
+            spec.model, **options, **({"device_map": {"": device}} if direct else {}), local_files_only=_is_local(spec)
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()
+        raise InputError(f"target: `{spec.model}` cannot be loaded; {hub.CHOICES}", reasons=reason[:20]) from error
+    if info["missing_keys"]:
+        lacking = sorted(info["missing_keys"])
+        raise InputError(f"target: the files of `{spec.model}` lack {len(lacking)} weights", reasons=lacking)
+    return Target(model.to(device), layer_ids, spec.model, frozen=spec.frozen)
+
+
+def _is_local(spec: TargetSpec) -> bool:
+    """Whether everything is on this machine already: a folder, or a complete entry of the Hub's cache."""
+    return Path(spec.model).is_dir() or hub.is_cached(spec.model)
+
+
+def check_fits(spec: TargetSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuses a target that is larger than the memory that is free on its device.
+
+    Raises:
+        InputError: with both figures.
+    """
+    needed, free = parameter_bytes(spec, dtype), devices.free_bytes(device)
+    if free is not None and needed > free:
+        raise InputError(
+            f"target: its weights take {devices.gib(needed)} and `{device}` has {devices.gib(free)} free",
+            hint="choose a device with more memory, or a smaller target",
+        )
+
+
 def modeling(architecture: str) -> Any:
     """transformers' modeling module, with the convolution that knows documents in place."""
     with devices.importing_fla():
@@ -250,8 +306,3 @@ def parameter_bytes(spec: TargetSpec, dtype: torch.dtype) -> int:
 
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
-def is_random(model: str) -> bool:
-    """Whether this model name asks for random weights."""
-    return model == RANDOM

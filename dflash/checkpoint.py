@@ -1,0 +1,276 @@
+"""Checkpoints: everything to go on, written at once or not at all; and the drafter as engines serve it.
+
+A checkpoint is a folder ``step-00000050`` with ``state.json``, ``optimizer.safetensors`` (fp32 masters and moments) and
+nothing else. Random generators need no bytes: every draw is a function of the seed and of the position in the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dflash import __version__
+from dflash.drafter import Drafter
+from dflash.errors import ResumeError
+from dflash.spec import Spec
+from kernelbake.errors import InputError
+
+FORMAT = 1
+PREFIX = "step-"
+LATEST = "latest"
+_STATE, _TENSORS = "state.json", "optimizer.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a checkpoint says beside its tensors.
+
+    Args:
+        step: optimizer steps done.
+        seed: of the run; order and anchors follow from it.
+        loader: position in the data, as ``data.Loader.state`` gives it.
+        spec: the workload's section as it ran.
+        run: the run's configuration.
+        bundle: digest of the bundle; None of a stock run.
+    """
+
+    step: int
+    seed: int
+    loader: Mapping[str, Any]
+    spec: Mapping[str, Any]
+    run: Mapping[str, Any]
+    bundle: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "dflash": __version__, **dataclasses.asdict(self)}
+
+
+def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Path:
+    """Writes a checkpoint below the output folder; readers see all of it or nothing.
+
+    Returns:
+        its folder.
+    """
+    final = output / f"{PREFIX}{state.step:08d}"
+    cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with _replacing(final) as folder:
+        save_file(cpu, folder / _TENSORS)
+        (folder / _STATE).write_text(json.dumps(state.to_json(), indent=1))
+    return final
+
+
+class _replacing:
+    """A folder under another name that takes the final one's place when the block ends well."""
+
+    def __init__(self, final: Path) -> None:
+        self._final = final
+        self._folder = final.with_name(f".{final.name}.{os.getpid()}")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        return self._folder
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return
+        for path in self._folder.iterdir():
+            _sync(path)
+        _sync(self._folder)
+        old = self._final.with_name(f".{self._final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self._final.exists():
+            self._final.rename(old)
+        self._folder.rename(self._final)
+        _sync(self._final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def find(output: Path, resume: str) -> Path:
+    """The checkpoint's folder that ``--resume`` means.
+
+    Args:
+        output: the run's output folder.
+        resume: a folder, or ``latest``.
+
+    Raises:
+        InputError: there is none.
+    """
+    if resume != LATEST:
+        folder = Path(resume)
+        if not (folder / _STATE).is_file():
+            raise InputError(f"resume: `{folder}` is no checkpoint; wanted a folder with `{_STATE}`, or `{LATEST}`")
+        return folder
+    found = sorted(path for path in output.glob(f"{PREFIX}*") if (path / _STATE).is_file())
+    if not found:
+        raise InputError(f"resume: `{output}` holds no checkpoint; wanted one to go on from")
+    return found[-1]
+
+
+def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
+    """Reads a checkpoint.
+
+    Raises:
+        InputError: a part is missing, broken or of a later format.
+    """
+    try:
+        data = json.loads((folder / _STATE).read_text())
+        if data.pop("format") != FORMAT:
+            raise InputError(f"resume: `{folder}` has another format; wanted `{FORMAT}`")
+        data.pop("dflash")
+        return State(**data), load_file(folder / _TENSORS)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise InputError(f"resume: `{folder}` is broken ({error}); wanted a complete checkpoint") from error
+
+
+def check_same_run(state: State, spec: Spec, seed: int, bundle: str | None, *, other_bundle: bool) -> None:
+    """Refuses to go on with what another run left, naming everything that differs.
+
+    Raises:
+        ResumeError: another drafter, seed or data; or another bundle and nobody said that it may be.
+    """
+    now = spec.to_json()
+    pairs = [("seed", state.seed, seed)]
+    for part in ("target", "drafter", "axes", "data"):
+        theirs = state.spec.get(part, {})
+        names = sorted({*now[part], *theirs})
+        pairs += [(f"{part}.{name}", theirs.get(name), now[part].get(name)) for name in names]
+    reasons = [f"{name}: `{then}`; now `{here}`" for name, then, here in pairs if then != here]
+    if state.bundle != bundle and not other_bundle:
+        reasons.append(f"bundle: `{state.bundle}`; now `{bundle}`; --other-bundle allows it")
+    if reasons:
+        raise ResumeError("resume: the checkpoint belongs to another run", reasons=reasons)
+
+
+# ---------------------------------------------------------------------------------------------- the served drafter
+
+
+def export(folder: Path, drafter: Drafter, spec: Spec) -> None:
+    """Writes ``config.json`` and ``model.safetensors`` as z-lab's models are laid out, which serving engines load.
+
+    Names have no ``model.`` prefix; embedding, head and rotary tables are the target's and not in it; weights are bf16.
+    """
+    with _replacing(folder) as target:
+        weights = drafter.named_parameters()
+        tensors = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights}
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        (target / "config.json").write_text(json.dumps(served_config(spec), indent=2) + "\n")
+
+
+def served_config(spec: Spec) -> dict[str, Any]:
+    """``config.json`` of the served drafter. A block of K positions speculates K − 1 tokens: the first is given."""
+    drafter, target = spec.drafter, spec.target
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": drafter.block_size,
+        "num_speculative_tokens": drafter.block_size - 1,
+        "dflash_config": {
+            "mask_token_id": drafter.mask_token_id,
+            "target_layer_ids": list(drafter.target_layer_ids),
+            "block_size": drafter.block_size,
+            "causal": drafter.is_causal,
+            "num_target_layers": target.num_layers,
+        },
+        "num_target_layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": drafter.intermediate_size,
+        "num_hidden_layers": drafter.num_layers,
+        "num_attention_heads": drafter.num_heads,
+        "num_key_value_heads": drafter.num_kv_heads,
+        "head_dim": drafter.head_dim,
+        "vocab_size": target.vocab_size,
+        "rope_theta": drafter.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": drafter.rope_theta},
+        "rope_scaling": None,
+        "layer_types": list(drafter.layer_types),
+        "sliding_window": drafter.sliding_window,
+        "use_sliding_window": drafter.sliding_window is not None,
+        "max_window_layers": drafter.num_layers,
+        "is_causal": drafter.is_causal,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": drafter.rms_norm_eps,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def served_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a served drafter of this configuration has."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {
+        "fc.weight": (hidden, len(config["dflash_config"]["target_layer_ids"]) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for number in range(config["num_hidden_layers"]):
+        shapes.update({f"layers.{number}.{name}.weight": shape for name, shape in layer.items()})
+    return shapes
+
+
+def load_served(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Reads an exported drafter strictly: exactly the listed tensors with their shapes, and consistent block sizes.
+
+    Engines skip unknown names and do not report missing ones, so a wrongly named file would serve random weights.
+
+    Raises:
+        InputError: with everything that is wrong.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors")
+        wanted = served_shapes(config)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise InputError(f"drafter `{folder}`: cannot be read ({error}); wanted an exported drafter") from error
+    reasons = [f"`{name}` is missing" for name in wanted if name not in tensors]
+    reasons += [f"`{name}` is unknown" for name in tensors if name not in wanted]
+    reasons += [
+        f"`{name}` has shape {tuple(tensors[name].shape)}; wanted {shape}"
+        for name, shape in wanted.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    block = config["block_size"]
+    if config["dflash_config"]["block_size"] != block or config.get("num_speculative_tokens", block - 1) != block - 1:
+        reasons.append(f"`block_size` {block} does not agree with `dflash_config` or the number of speculated tokens")
+    if any(key in config for key in ("partial_rotary_factor", "mrope_section")):
+        reasons.append("a partial or multimodal rotary embedding; the drafter rotates all of its head dimension")
+    if reasons:
+        raise InputError(f"drafter `{folder}`: {len(reasons)} faults", reasons=reasons)
+    return config, tensors

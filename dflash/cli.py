@@ -1,0 +1,210 @@
+"""The command line: parse, one library call, print. The only file of dflash that imports click, and that exits."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+import dflash
+from dflash import config, errors, render
+from dflash.config import RunConfig
+from dflash.errors import ExitCode
+from kernelbake.errors import InputError, KernelbakeError
+
+if TYPE_CHECKING:
+    from dflash.launch import Plan, Started
+    from dflash.trainer import Stop
+
+EPILOG = "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 does not fit, 5 missing, 8 stopped, 130, 143."
+
+_OPTIONS = (
+    ("--frozen-cache", "bundle", str, "FILE", "The bundle; its manifest names workload, target and data source."),
+    ("--target", "target", str, "MODEL", "Hub id, folder, or `random` for random weights of the planned shape."),
+    ("--steps", "steps", int, "N", "Optimizer steps."),
+    ("--max-anchors", "batch.max_anchors", int, "N", "The most anchors of a row."),
+    ("--batch-size", "batch.size", int, "N", "Rows of a batch."),
+    ("--layout", "batch.layout", str, "LAYOUT", "`padded` or `packed`."),
+    ("--dtype", "batch.dtype", str, "DTYPE", "`bfloat16` or `float32`."),
+    ("--accumulate", "batch.accumulate", int, "N", "Batches of one optimizer step."),
+    ("--lr", "optimizer.lr", float, "X", "Peak learning rate."),
+    ("--data", "data.source", str, "SOURCE", "`python-stdlib` or a JSONL file."),
+    ("--seed", "seed", int, "N", "Of weights, order and anchors."),
+    ("--devices", "devices", str, "T[:D]", "GPUs of target and drafter."),
+    ("--output", "output", str, "DIR", "Checkpoints, metrics and the served drafter."),
+    ("--checkpoint-every", "checkpoint_every", int, "N", "Steps between two checkpoints."),
+    ("--resume", "resume", str, "DIR", "A checkpoint, or `latest` of the output folder."),
+)
+
+
+def _run_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a run, a YAML file and single settings."""
+    for flag, _, kind, metavar, text in reversed(_OPTIONS):
+        function = click.option(flag, type=kind, metavar=metavar, help=text)(function)
+    function = click.option("--buckets", metavar="N,N", help="Padded lengths, ascending.")(function)
+    function = click.option("--other-bundle", is_flag=True, help="Resume what another bundle trained.")(function)
+    text = "One setting, as in the file; repeatable."
+    function = click.option("--set", "settings", multiple=True, metavar="A.B=C", help=text)(function)
+    path = click.Path(path_type=Path)
+    return click.option("--config", "file", type=path, metavar="FILE", help="The run's configuration, YAML.")(function)
+
+
+def _load(file: Path | None, settings: tuple[str, ...], given: dict[str, Any]) -> RunConfig:
+    options = {path: given[_parameter(flag)] for flag, path, *_ in _OPTIONS}
+    if given["buckets"] is not None:
+        parts = given["buckets"].split(",")
+        options["batch.buckets"] = [int(part) if part.strip().isdecimal() else part for part in parts]
+    options["other_bundle"] = given["other_bundle"] or None
+    return config.load(file, settings, options)
+
+
+def _parameter(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+@click.group(
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Train DFlash drafters against frozen hybrid targets, every Triton launch out of a kernelbake bundle.",
+)
+@click.version_option(dflash.__version__, prog_name="dflash")
+def cli() -> None:
+    """The group itself does nothing."""
+
+
+@cli.command()
+@_run_options
+@click.option("--stock", is_flag=True, help="Do not freeze: Triton tunes and compiles as usual, for comparison.")
+@click.option("--compile", "compile_", is_flag=True, help="torch.compile; refused with a frozen bundle.")
+def train(file: Path | None, settings: tuple[str, ...], stock: bool, compile_: bool, **given: Any) -> None:
+    """Train a drafter from a bundle: preflight, freeze, load, steps, checkpoint."""
+    if compile_:
+        raise InputError(
+            "train: --compile with a frozen bundle; wanted one of the two",
+            hint="torch.compile makes kernels at run time, under names that change with torch: no bundle can hold them",
+        )
+    from dflash import launch
+
+    plan = launch.settle(_load(file, settings, given))
+    stop = _stop()
+    if not stock:
+        _preflight(plan)
+    with contextlib.ExitStack() as stack:
+        with render.doing("start without a frozen cache" if stock else "freeze"):
+            started = stack.enter_context(launch.started(plan, stock=stock))
+        _train(plan, started, stop)
+
+
+def _stop() -> Stop:
+    from dflash.stop import Stop
+
+    stop = Stop()
+    stop.install()
+    return stop
+
+
+def _preflight(plan: Plan) -> None:
+    from dflash import launch
+
+    with render.planning() as on_progress:
+        found = launch.check(plan, on_progress)
+    render.note(
+        f"preflight: bundle covers this run: {len(found.plan.cases)} cases, "
+        f"{found.coverage.num_needed} launches, {found.seconds:.1f} s"
+    )
+    for case in found.new_cases:
+        render.note(f"preflight: case {case} is not named by the bundle's manifest and covered all the same")
+
+
+def _train(plan: Plan, started: Started, stop: Stop) -> None:
+    from dflash import launch, trainer
+
+    job = trainer.Job(plan.run, plan.spec, plan.held.digest if started.frozen else None, plan.interpreted)
+    with render.doing(f"load target `{plan.spec.target.model}`"):
+        made = trainer.build(job)
+    render.note(made.description())
+    reports = []
+    try:
+        with render.training(plan.run.steps) as show:
+            for report in trainer.train(made, stop):
+                reports.append(report)
+                show(report)
+    finally:
+        launch.write_summary(job.output, started, reports)
+        for text in started.proof.lines():
+            render.note(text)
+    render.line(str(job.output / "drafter"))
+
+
+@cli.command()
+@_run_options
+def preflight(file: Path | None, settings: tuple[str, ...], **given: Any) -> None:
+    """Ask whether a bundle covers a run, without loading a weight."""
+    from dflash import launch
+
+    plan = launch.settle(_load(file, settings, given))
+    _preflight(plan)
+
+
+# ---------------------------------------------------------------------------------------------- the process
+
+
+def check_not_foreign() -> None:
+    """Refuses an environment in which z-lab's distribution ``dflash`` is installed over or beside ours.
+
+    Raises:
+        ForeignPackageError: it is.
+    """
+    try:
+        other = importlib.metadata.distribution("dflash")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise errors.ForeignPackageError(
+        f"environment: the distribution `dflash` {other.version} is installed, z-lab's package of the same import "
+        "name; wanted an environment without it",
+        hint="its files and ours overwrite each other: use an environment for each, or `pip uninstall dflash` "
+        "and install kernelbake again",
+    )
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs one command and exits with its code."""
+    run(lambda: cli.main(arguments, prog_name="dflash", standalone_mode=False))
+
+
+def run(function: Callable[[], Any]) -> NoReturn:
+    """Calls a function and exits with the code of what it raised."""
+    sys.exit(_code(function))
+
+
+def _code(function: Callable[[], Any]) -> int:
+    try:
+        check_not_foreign()
+        function()
+    except (KeyboardInterrupt, click.Abort):
+        render.note("interrupted")
+        return ExitCode.INTERRUPTED
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "dflash"
+        return _refuse(InputError(f"{command}: {error.format_message().rstrip('.')}", hint=f"see {command} --help"))
+    except click.ClickException as error:
+        return _refuse(InputError(f"dflash: {error.format_message().rstrip('.')}"))
+    except KernelbakeError as error:
+        return _refuse(error)
+    except Exception:
+        render.fault(traceback.format_exc())
+        return ExitCode.FAULT
+    return ExitCode.DONE
+
+
+def _refuse(error: KernelbakeError) -> int:
+    render.error(error)
+    return error.exit_code

@@ -1,0 +1,314 @@
+"""Samples: where they come from, in which order, and into which batches they go. Resumable at any batch.
+
+A source numbers its samples; a visit is (epoch, number). The order of an epoch depends on the seed and the epoch alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from dflash import anchors
+from dflash.anchors import Drafting, Flags, Integers
+from dflash.buckets import Batch, Sample, Shape, assemble, bucket_for
+from dflash.errors import DataError
+
+STDLIB = "python-stdlib"
+
+_NO_SOURCE_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"))
+
+Encode = Callable[[str], list[int]]
+Tokens = tuple[Integers, Flags]
+
+
+class Source(Protocol):
+    """Numbered samples.
+
+    Attributes:
+        name: for people.
+        dropped: samples left out, by reason.
+    """
+
+    name: str
+    dropped: collections.Counter[str]
+
+    def __len__(self) -> int: ...
+
+    def read(self, number: int) -> Tokens:
+        """Token ids of a sample and which of them are supervised."""
+        ...
+
+
+def as_bytes(text: str) -> list[int]:
+    """The byte-level tokenizer: the ids are the bytes of the text in UTF-8."""
+    return list(text.encode())
+
+
+class PythonSources:
+    """The sources, docstrings included, of the running Python's standard library, cut into pieces.
+
+    Every token but the first of a piece is supervised: there is no prompt in it. Pieces are a little shorter than the
+    buckets in the padded layout, and much shorter in the packed one, so that several fit a row.
+
+    Args:
+        encode: text → token ids.
+        buckets: padded lengths, ascending.
+        packed: whether rows hold several pieces.
+        folder: another folder of Python files, for tests.
+    """
+
+    def __init__(self, encode: Encode, buckets: tuple[int, ...], *, packed: bool, folder: Path | None = None) -> None:
+        self.name = STDLIB
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self._encode = encode
+        self._per_token = 1 if encode is as_bytes else 3  # bytes of text for a token, at most; pieces are cut by bytes
+        root = folder or Path(sysconfig.get_paths()["stdlib"])
+        self._files = sorted(path for path in root.rglob("*.py") if not _NO_SOURCE_TEXT.intersection(path.parts))
+        if not self._files:
+            raise DataError(f"data: no Python file under `{root}`; wanted the standard library's sources")
+        self._pieces = self._cut(buckets, (1, 4) if packed else (6, 8))
+        self._text = functools.lru_cache(maxsize=64)(lambda file: self._files[file].read_bytes())
+
+    def _cut(self, buckets: tuple[int, ...], eighths: tuple[int, int]) -> list[tuple[int, int, int]]:
+        """(file, offset in bytes, tokens) of every piece: lengths go round the buckets, each shortened a little."""
+        low, high = eighths
+        pieces: list[tuple[int, int, int]] = []
+        for file, path in enumerate(self._files):
+            offset, size = 0, path.stat().st_size
+            while True:
+                bucket = buckets[len(pieces) % len(buckets)]
+                steps = 8 * (high - low)  # a piece is a multiple of a 64th of the bucket
+                length = bucket * (8 * low + (7 * len(pieces)) % (steps + 1)) // 64 - len(pieces) % 3
+                if offset + length * self._per_token > size:
+                    break
+                pieces.append((file, offset, length))
+                offset += length * self._per_token
+        return pieces
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def read(self, number: int) -> Tokens:
+        file, offset, length = self._pieces[number]
+        text = self._text(file)[offset : offset + length * self._per_token]
+        if self._encode is as_bytes:
+            ids = np.frombuffer(text, np.uint8).astype(np.int64)
+        else:
+            ids = np.array(self._encode(text.decode(errors="replace"))[:length], np.int64)
+        supervised = np.ones(len(ids), np.bool_)
+        supervised[:1] = False
+        return ids, supervised
+
+
+class JsonLines:
+    """Rows of ``input_ids`` with ``loss_mask``, or of ``text`` (all of it supervised but its first token).
+
+    Every line is read and checked once, before training; faulty ones are all named by their number.
+
+    Args:
+        path: the file.
+        encode: text → token ids.
+        vocab_size: ids must be below it.
+        longest: length of the largest bucket, in tokens.
+        truncate: whether longer samples are cut rather than dropped.
+
+    Raises:
+        DataError: the file cannot be read or has faulty lines; all of them are listed.
+    """
+
+    def __init__(self, path: Path, encode: Encode, *, vocab_size: int, longest: int, truncate: bool) -> None:
+        self.name = str(path)
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self._path = path
+        self._encode = encode
+        self._vocab_size = vocab_size
+        self._longest = longest
+        self._offsets: list[int] = []
+        faults: list[str] = []
+        try:
+            with path.open("rb") as file:
+                self._scan(file, faults, truncate)
+        except OSError as error:
+            raise DataError(f"data: `{path}` cannot be read ({error.strerror}); wanted a JSONL file") from error
+        if faults:
+            shown = [*faults[:50], *([f"and {len(faults) - 50} more"] if len(faults) > 50 else [])]
+            raise DataError(f"data: `{path}` has {len(faults)} faulty lines", reasons=shown)
+
+    def _scan(self, file: Any, faults: list[str], truncate: bool) -> None:
+        number, offset = 0, 0
+        for line in file:
+            number += 1
+            here, offset = offset, offset + len(line)
+            if not line.strip():
+                continue
+            try:
+                ids, supervised = self._row(line)
+            except ValueError as error:
+                faults.append(f"line {number}: {error}")
+                continue
+            if len(ids) > self._longest and not truncate:
+                self.dropped[f"longer than the largest bucket, {self._longest}"] += 1
+            elif not len(anchors.valid_positions(supervised[: self._longest])):
+                self.dropped["no supervised token that a block could draft"] += 1
+            else:
+                self._offsets.append(here)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self, number: int) -> Tokens:
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[number])
+            ids, supervised = self._row(file.readline())
+        return ids[: self._longest], supervised[: self._longest]
+
+    def _row(self, line: bytes) -> Tokens:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"no JSON ({error})") from error
+        if not isinstance(row, Mapping):
+            raise ValueError("wanted an object")
+        if isinstance(row.get("text"), str):
+            ids = self._encode(row["text"])
+            mask: Any = [index > 0 for index in range(len(ids))]
+        else:
+            ids, mask = row.get("input_ids"), row.get("loss_mask")
+            if not isinstance(ids, list) or not isinstance(mask, list):
+                raise ValueError(f"has {sorted(row)}; wanted `input_ids` with `loss_mask`, or `text`")
+        if len(ids) != len(mask):
+            raise ValueError(f"`{len(ids)}` input_ids and `{len(mask)}` loss_mask; wanted as many")
+        if any(type(item) is not int or not 0 <= item < self._vocab_size for item in ids):
+            raise ValueError(f"an id outside the vocabulary of `{self._vocab_size}`")
+        if any(item not in (0, 1) for item in mask):
+            raise ValueError("a loss_mask other than 0 and 1")
+        return np.array(ids, np.int64), np.array(mask, np.bool_)
+
+
+class Loader:
+    """Batches without end, epoch after epoch; ``state`` goes back to the same place.
+
+    In the padded layout samples wait in the queue of their bucket until a batch is full; in the packed one a row is
+    filled with the next samples until one does not fit. What waits at the end of an epoch goes on into the next.
+
+    Args:
+        source: the samples.
+        shapes: for each bucket its only shape, ascending.
+        drafting: what decides the blocks.
+        seed: of order and anchors.
+        state: what ``state`` gave; None starts anew.
+
+    Raises:
+        DataError: the source is empty.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        shapes: Mapping[int, Shape],
+        drafting: Drafting,
+        seed: int,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.source = source
+        if not len(source):
+            why = [f"{count} × {reason}" for reason, count in source.dropped.items()]
+            raise DataError(f"data: `{source.name}` has no sample to train on", reasons=why)
+        self._shapes = dict(shapes)
+        self._drafting = drafting
+        self._seed = seed
+        self._epoch, self._next = 0, 0
+        self._waiting: dict[int, list[tuple[int, int]]] = {bucket: [] for bucket in shapes}
+        if state is not None:
+            self._epoch, self._next = state["epoch"], state["next"]
+            waiting = {int(bucket): [tuple(visit) for visit in visits] for bucket, visits in state["waiting"].items()}
+            self._waiting.update(waiting)
+
+    def state(self) -> dict[str, Any]:
+        """Where the loader stands, as plain data."""
+        waiting = {str(bucket): [list(visit) for visit in visits] for bucket, visits in self._waiting.items()}
+        return {"epoch": self._epoch, "next": self._next, "waiting": waiting}
+
+    @property
+    def epoch(self) -> float:
+        """How often the source has been read, as a fraction."""
+        return self._epoch + self._next / len(self.source)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if next(iter(self._shapes.values())).packed:
+            return self._packed()
+        while True:
+            sample = self._visit()
+            bucket = bucket_for(len(sample.tokens), tuple(self._shapes))
+            queue = self._waiting[bucket]
+            queue.append((sample.epoch, sample.index))
+            if len(queue) == self._shapes[bucket].batch:
+                self._waiting[bucket] = []
+                rows = [[self._sample(*visit)] for visit in queue]
+                return assemble(rows, self._shapes[bucket], self._drafting, self._seed)
+
+    def _packed(self) -> Batch:
+        bucket = max(self._shapes)
+        row = [self._sample(*visit) for visit in self._waiting[bucket]]
+        while True:
+            sample = self._visit()
+            if row and sum(len(held.tokens) for held in row) + len(sample.tokens) > bucket:
+                self._waiting[bucket] = [(sample.epoch, sample.index)]
+                return assemble([row], self._shapes[bucket], self._drafting, self._seed)
+            row.append(sample)
+
+    def _visit(self) -> Sample:
+        if self._next == len(self.source):
+            self._epoch, self._next = self._epoch + 1, 0
+        order = _order(self._seed, self._epoch, len(self.source))
+        number = int(order[self._next])
+        self._next += 1
+        return self._sample(self._epoch, number)
+
+    def _sample(self, epoch: int, number: int) -> Sample:
+        return Sample(epoch, number, *self.source.read(number))
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> Integers:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+class ShuffledLabels:
+    """A loader whose labels mean nothing: every batch's labels go through a new permutation of the vocabulary.
+
+    It is the control of the demonstration. Shuffled over positions alone, labels would still have frequencies to learn.
+
+    Args:
+        loader: the true batches.
+        vocab_size: ids permuted.
+        seed: of the permutations.
+    """
+
+    def __init__(self, loader: Loader, vocab_size: int, seed: int) -> None:
+        self._loader = loader
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._loader)
+        random = np.random.default_rng((self._seed, self._vocab_size, *batch.visits[0]))
+        permutation = torch.from_numpy(random.permutation(self._vocab_size))
+        labelled = batch.labels_BNK != anchors.IGNORED
+        labels = torch.where(labelled, permutation[batch.labels_BNK.clamp(min=0)], batch.labels_BNK)
+        return dataclasses.replace(batch, labels_BNK=labels)

@@ -1,0 +1,150 @@
+"""From a configuration to a run that may start: workload, preflight, freeze. Loads no torch until it freezes.
+
+The order is the promise: everything that can be refused is refused before a weight is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash import config, hub
+from dflash.config import RunConfig
+from dflash.spec import Spec, computed_layer_ids
+from dflash.workload import WORKLOAD
+from kernelbake.errors import InputError
+from kernelbake.preflight import INTERPRETED, Preflight, WorkloadSection, preflight, workload_of
+
+if TYPE_CHECKING:
+    from kernelbake.freeze import Frozen
+
+    from dflash.proof import Proof
+
+OnProgress = Callable[[int, int, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run as it would be made.
+
+    Args:
+        run: what was asked for.
+        spec: the workload's section of this run.
+        held: what the bundle was made for.
+    """
+
+    run: RunConfig
+    spec: Spec
+    held: WorkloadSection
+
+    @property
+    def interpreted(self) -> bool:
+        return self.held.made == INTERPRETED
+
+
+def settle(run: RunConfig) -> Plan:
+    """Puts the configuration and the bundle's manifest together.
+
+    Raises:
+        InputError: no bundle, another plug-in's bundle, a target that cannot be found, shapes that cannot be.
+        BundleError: the bundle cannot be trusted.
+    """
+    if run.bundle is None:
+        raise InputError(
+            "train: no bundle; wanted --frozen-cache, a bundle whose manifest names workload, target and data",
+            hint="`kernelbake build --manifest sm90.yaml` makes one; --stock compares with Triton's own tuning",
+        )
+    held = workload_of(run.bundle)
+    if held.plugin != WORKLOAD.name:
+        raise InputError(f"bundle `{run.bundle}`: made for workload `{held.plugin}`; wanted `{WORKLOAD.name}`")
+    spec = config.apply(run, _with_target(run, WORKLOAD.parse(held.section)))
+    if spec.target.frozen is False:
+        raise InputError("target: the manifest plans a backward pass through it; training always freezes it")
+    _check_devices(run, interpreted=held.made == INTERPRETED)
+    return Plan(run, spec, held)
+
+
+def _with_target(run: RunConfig, spec: Spec) -> Spec:
+    """The section with the dimensions of the target that will be loaded; computed layers are computed anew."""
+    target = hub.resolve(run.target or spec.target.model, spec.target)
+    section = dataclasses.replace(spec, target=target).to_json()
+    ids, count = spec.drafter.target_layer_ids, spec.drafter.num_layers
+    if ids == computed_layer_ids(spec.target.num_layers, count):
+        section["drafter"]["target_layer_ids"] = None
+    return WORKLOAD.parse(section)
+
+
+def _check_devices(run: RunConfig, *, interpreted: bool) -> None:
+    if interpreted and (run.devices.target or run.devices.drafter):
+        raise InputError("devices: the bundle was made by the interpreter, which has one device; wanted `0`")
+
+
+def check(plan: Plan, on_progress: OnProgress) -> Preflight:
+    """The preflight of this very run, in a child process.
+
+    Raises:
+        CoverageError: with everything that the bundle lacks.
+        MisfitError: other versions or kernel sources.
+    """
+    assert plan.run.bundle is not None
+    return preflight(Path(plan.run.bundle), WORKLOAD.resolve(plan.spec), on_progress=on_progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A process in which training may begin.
+
+    Args:
+        frozen: the frozen bundle; None of a stock run.
+        proof: counts what must not happen from now on.
+    """
+
+    frozen: Frozen | None
+    proof: Proof
+
+
+@contextlib.contextmanager
+def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
+    """Freezes this process, or leaves it as it is, and starts counting.
+
+    Args:
+        plan: the run.
+        stock: whether Triton tunes and compiles as usual, for comparison.
+
+    Raises:
+        BundleError, MisfitError: as ``kernelbake.freeze.freeze``.
+    """
+    if plan.interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from dflash import proof
+
+    assert plan.run.bundle is not None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(WORKLOAD.prepare(interpreted=plan.interpreted))
+        frozen = None
+        if not stock:
+            from kernelbake.freeze import freeze
+
+            numbers = sorted({plan.run.devices.target, plan.run.devices.drafter})
+            frozen = stack.enter_context(freeze(plan.run.bundle, None if plan.interpreted else numbers))
+        yield Started(frozen, proof.start())
+
+
+def write_summary(output: Path, started_: Started, reports: list[Any]) -> None:
+    """Writes ``summary.json``: what a run came to, also when it was stopped."""
+    counters = dataclasses.asdict(started_.frozen.counters) if started_.frozen is not None else None
+    summary = {
+        "bundle": started_.frozen.digest if started_.frozen is not None else None,
+        "frozen": counters,
+        "proof": dataclasses.asdict(started_.proof),
+        "steps": len(reports),
+        "losses": [report.loss for report in reports],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

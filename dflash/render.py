@@ -1,0 +1,138 @@
+"""What a person sees of a run. The only file of dflash that imports rich, and beside ``cli`` the only one that writes.
+
+stdout is data: the path of what was made, JSON. stderr is everything else. Plain lines say the same as bars.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash.trainer import StepReport
+    from kernelbake.errors import KernelbakeError
+
+REPORT_HINT = "this is a fault of dflash: please report it with the lines above and the output of `dflash --version`"
+_PLAIN_INTERVAL_S = 2.0
+
+
+def line(text: str = "") -> None:
+    """One line of data."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def data(value: Any) -> None:
+    """Data as strict JSON."""
+    line(json.dumps(value, indent=2, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """One line that is no data."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def error(failure: KernelbakeError) -> None:
+    """A refusal: its message, all its reasons, its hint."""
+    note(f"error: {failure}")
+
+
+def fault(text: str) -> None:
+    """An exception that no one expected."""
+    note(text.rstrip())
+    note(REPORT_HINT)
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Says what is being done, and how long it took."""
+    begin = time.monotonic()
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(what):
+            yield
+    else:
+        note(f"{what} …")
+        yield
+    note(f"{what}: {time.monotonic() - begin:.1f} s")
+
+
+@contextlib.contextmanager
+def _bar(description: str) -> Iterator[Any]:
+    """A rich progress bar on a terminal, None elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn(description),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[message]}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        bar.add_task(description, total=None, message="")
+        yield bar
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[Callable[[int, int, str], None]]:
+    """A callback ``(cases done, cases in all, message)`` for the preflight."""
+    last = [0.0]
+    with _bar("preflight") as bar:
+
+        def show(done: int, total: int, message: str) -> None:
+            if bar is not None:
+                bar.update(bar.task_ids[0], completed=done, total=total or None, message=message)
+            elif time.monotonic() - last[0] > _PLAIN_INTERVAL_S:
+                last[0] = time.monotonic()
+                note(f"preflight {done}/{total}: {message}" if total else f"preflight: {message}")
+
+        yield show
+
+
+@contextlib.contextmanager
+def training(steps: int) -> Iterator[Callable[[StepReport], None]]:
+    """A callback for the reports of steps."""
+    last = [0.0]
+    with _bar("train") as bar:
+
+        def show(report: StepReport) -> None:
+            if bar is not None:
+                bar.update(bar.task_ids[0], completed=report.step, total=steps, message=_step(report))
+            elif time.monotonic() - last[0] > _PLAIN_INTERVAL_S or report.step in (1, steps):
+                last[0] = time.monotonic()
+                note(f"step {report.step}/{steps}  {_step(report)}")
+
+        yield show
+
+
+def _step(report: StepReport) -> str:
+    scores = report.scores
+    parts = [
+        f"loss {report.loss:.4f}",
+        f"accuracy {scores.accuracy:.3f}",
+        f"acceptance {scores.acceptance_length:.2f}",
+        f"lr {report.lr:.2e}",
+        f"{report.num_tokens / max(report.seconds, 1e-9):,.0f} tokens/s",
+    ]
+    if report.peak_bytes is not None:
+        parts.append(f"peak {report.peak_bytes / 2**30:.1f} GiB")
+    return "  ".join(parts)

@@ -1,0 +1,34 @@
+"""Signals as a wish to stop. Loads no torch."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+from dflash.errors import InterruptedRunError
+
+
+class Stop:
+    """Signals as a wish: the first ends the run after the current step, the second at once.
+
+    Until ``armed``, there is no step to finish and nothing to save, and a signal ends the run where it is.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.armed = False
+
+    def install(self) -> None:
+        """Handles SIGINT and SIGTERM from now on; only the main thread may call this."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._on)
+
+    def _on(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.number = number
+        if not self.armed:
+            raise InterruptedRunError(number, "no step was made yet, nothing is lost")

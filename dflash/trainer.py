@@ -1,0 +1,287 @@
+"""The training loop, top to bottom. It yields a report for each step; whoever iterates shows it.
+
+Nothing in a step waits for the device: what a step computed is read while the next one runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash import checkpoint, data, devices, drafter, hub, target
+from dflash.anchors import Drafting
+from dflash.buckets import Batch, Shape
+from dflash.config import RunConfig
+from dflash.errors import InterruptedRunError, TrainingStoppedError
+from dflash.metrics import Scores
+from dflash.optimizer import Optimizer
+from dflash.pairs import Pair, StepTensors
+from dflash.spec import RANDOM, Spec
+from dflash.stop import Stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run whose configuration is settled.
+
+    Args:
+        run: what was asked for.
+        spec: the workload's section as it runs.
+        bundle: digest of the frozen bundle; None of a stock run.
+        interpreted: whether kernels run in Triton's interpreter, on the CPU.
+    """
+
+    run: RunConfig
+    spec: Spec
+    bundle: str | None
+    interpreted: bool
+
+    @property
+    def output(self) -> Path:
+        return Path(self.run.output)
+
+    @property
+    def drafting(self) -> Drafting:
+        return Drafting(self.spec.drafter.block_size, self.spec.drafter.mask_token_id, self.run.gamma)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What is known of a step once its results have been read.
+
+    Args:
+        step: counted from 1.
+        steps: of the whole run.
+        loss: weighted mean over the step.
+        norm: of the gradient before clipping.
+        lr: learning rate.
+        scores: accuracy and acceptance length.
+        shapes: of its batches.
+        num_tokens: tokens that were no padding.
+        seconds: from the reading of the step before to the reading of this one.
+        epoch: position in the data.
+        peak_bytes: largest memory in use on the drafter's device so far; None on the CPU.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    norm: float
+    lr: float
+    scores: Scores
+    shapes: tuple[Shape, ...]
+    num_tokens: int
+    seconds: float
+    epoch: float
+    peak_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A pair with its data, ready to step. ``build`` makes one."""
+
+    job: Job
+    pair: Pair
+    loader: data.Loader
+    done: int = 0
+
+    def state(self, loader_state: dict[str, Any]) -> checkpoint.State:
+        """What a checkpoint of the current step says beside its tensors."""
+        job = self.job
+        return checkpoint.State(
+            self.done, job.run.seed, loader_state, job.spec.to_json(), job.run.to_json(), job.bundle
+        )
+
+    def description(self) -> str:
+        """What trains on what, in one line."""
+        model, network = self.pair.target, self.pair.drafter
+        count = sum(parameter.numel() for parameter in network.parameters())
+        dropped = "".join(f", {number} dropped ({reason})" for reason, number in self.loader.source.dropped.items())
+        return (
+            f"target: {model.source}, {model.num_parameters:,} parameters; drafter: {count:,} parameters; "
+            f"data: {self.loader.source.name}, {len(self.loader.source):,} samples{dropped}; from step {self.done}"
+        )
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the current step."""
+        return checkpoint.save(self.job.output, self.state(self.loader.state()), self.pair.optimizer.state())
+
+
+def torch_device(number: int, *, interpreted: bool) -> torch.device:
+    """The device of that number: a GPU, or the CPU under the interpreter."""
+    return torch.device("cpu") if interpreted else torch.device("cuda", number)
+
+
+def build(job: Job) -> Trainer:
+    """Loads the target, makes or restores drafter and optimizer, opens the data.
+
+    Raises:
+        InputError: the target cannot be loaded or does not fit, the data or the checkpoint cannot be used.
+        ResumeError: the checkpoint belongs to another run.
+    """
+    run, spec = job.run, job.spec
+    dtype = devices.DTYPES[spec.axes.dtype]
+    source = open_source(job)
+    resumed = checkpoint.load(checkpoint.find(job.output, run.resume)) if run.resume else None
+    if resumed is not None:
+        checkpoint.check_same_run(resumed[0], spec, run.seed, job.bundle, other_bundle=run.other_bundle)
+    there = torch_device(run.devices.target, interpreted=job.interpreted)
+    here = torch_device(run.devices.drafter, interpreted=job.interpreted)
+    model = target.load_target(spec.target, spec.drafter.target_layer_ids, there, dtype, seed=run.seed)
+    torch.manual_seed(run.seed)
+    network = drafter.build(spec.drafter, spec.target.hidden_size, here, dtype)
+    pair = Pair(0, model, network, Optimizer(network, run.optimizer))
+    shapes = {shape.bucket: shape for shape in map(Shape.of, spec.axes.cases().planned)}
+    loader = data.Loader(source, shapes, job.drafting, run.seed, resumed[0].loader if resumed else None)
+    trainer = Trainer(job, pair, loader)
+    if resumed is not None:
+        trainer.done = resumed[0].step
+        pair.optimizer.restore(resumed[1])
+    return trainer
+
+
+def open_source(job: Job) -> data.Source:
+    """The samples that the configuration names.
+
+    Raises:
+        InputError: the tokenizer or the data cannot be loaded.
+    """
+    spec = job.spec
+    kind = spec.data.tokenizer or ("bytes" if spec.target.model == RANDOM else "target")
+    encode = data.as_bytes if kind == "bytes" else hub.tokenizer(spec.target.model)
+    if spec.data.source == data.STDLIB:
+        return data.PythonSources(encode, spec.axes.buckets, packed=spec.axes.layouts == ("packed",))
+    return data.JsonLines(
+        Path(spec.data.source),
+        encode,
+        vocab_size=spec.target.vocab_size,
+        longest=spec.axes.buckets[-1],
+        truncate=spec.data.too_long == "truncate",
+    )
+
+
+def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:
+    """Steps to the end of the run, with checkpoints; the last one and the served drafter are written at the end.
+
+    Raises:
+        TrainingStoppedError: a loss or a gradient is not finite, or memory ran out.
+        InterruptedRunError: a signal came; the state was saved.
+    """
+    job, run = trainer.job, trainer.job.run
+    batches: Iterator[Batch] = trainer.loader
+    if run.data.shuffle_labels:
+        batches = data.ShuffledLabels(trainer.loader, job.spec.target.vocab_size, run.seed)
+    reader = _Reader(trainer)
+    stop.armed = True
+    while trainer.done < run.steps and stop.number is None:
+        step = [next(batches) for _ in range(run.batch.accumulate)]
+        lr = run.optimizer.rate(trainer.done, run.steps)
+        tensors = _step(trainer.pair, step, lr)
+        trainer.done += 1
+        yield from reader.read(tensors, step, lr)
+        if run.checkpoint_every and trainer.done % run.checkpoint_every == 0 and trainer.done < run.steps:
+            yield from reader.rest()
+            trainer.save()
+    yield from reader.rest()
+    saved = trainer.save()
+    if stop.number is not None:
+        raise InterruptedRunError(stop.number, f"step {trainer.done} of {run.steps} is saved in `{saved}`")
+    checkpoint.export(job.output / "drafter", trainer.pair.drafter, job.spec)
+    checkpoint.load_served(job.output / "drafter")
+
+
+def _step(pair: Pair, batches: list[Batch], lr: float) -> StepTensors:
+    if pair.device.type == "cuda":
+        batches = [batch.pinned() for batch in batches]
+    try:
+        return pair.step(batches, lr)
+    except torch.OutOfMemoryError as error:
+        shape = batches[0].shape
+        raise TrainingStoppedError(
+            f"pair {pair.number}: no memory left on `{pair.device}` in the {pair.part}, at {shape}",
+            hint="lower --max-anchors, --batch-size or the largest of --buckets",
+            reasons=str(error).splitlines()[:3],
+        ) from error
+
+
+class _OnItsWay:
+    """A tensor being copied to the host; reading it waits for this copy and for no later work of the device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def tolist(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
+
+
+class _Reader:
+    """Reads each step's results one step later, when they are ready, and checks that they are finite."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._waiting: list[tuple[int, _OnItsWay, list[Batch], float, float]] = []
+        self._last = time.perf_counter()
+        trainer.job.output.mkdir(parents=True, exist_ok=True)
+        self._log = (trainer.job.output / "metrics.jsonl").open("a", buffering=1)
+
+    def read(self, tensors: StepTensors, batches: list[Batch], lr: float) -> Iterator[StepReport]:
+        """Takes a step that was launched, and yields the one before it."""
+        results = _OnItsWay(torch.cat((tensors.loss.double()[None], tensors.norm.double()[None], tensors.counts)))
+        yield from self.rest()
+        self._waiting.append((self._trainer.done, results, batches, lr, self._trainer.loader.epoch))
+
+    def rest(self) -> Iterator[StepReport]:
+        """Yields what was launched and not read yet."""
+        while self._waiting:
+            step, results, batches, lr, epoch = self._waiting.pop(0)
+            loss, norm, *counts = results.tolist()
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                raise _not_finite(step, loss, norm, batches)
+            now = time.perf_counter()
+            report = StepReport(
+                step=step,
+                steps=self._trainer.job.run.steps,
+                loss=loss,
+                norm=norm,
+                lr=lr,
+                scores=Scores.of(counts),
+                shapes=tuple(batch.shape for batch in batches),
+                num_tokens=sum(batch.num_tokens for batch in batches),
+                seconds=now - self._last,
+                epoch=epoch,
+                peak_bytes=_peak_bytes(self._trainer.pair.device),
+            )
+            self._last = now
+            self._log.write(json.dumps(report.to_json()) + "\n")
+            yield report
+
+
+def _not_finite(step: int, loss: float, norm: float, batches: list[Batch]) -> TrainingStoppedError:
+    visits = [f"sample {index} of epoch {epoch}" for batch in batches for epoch, index in batch.visits]
+    return TrainingStoppedError(
+        f"step {step}: loss `{loss}`, gradient norm `{norm}`; wanted finite numbers",
+        reasons=[f"{batches[0].shape}", *visits[:20]],
+        hint="no weight was changed by this step or after it; the last checkpoint is good",
+    )
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
