@@ -1,0 +1,392 @@
+"""The loss of block rows: labels, position weights, and head + cross entropy in chunks of rows.
+
+The head is frozen, so its gradient is not formed, and the gradient of the hidden rows follows in the pass that computes
+the logits: one chunk of logits is overwritten by its own gradient, multiplied with the head, and forgotten. Memory is
+one chunk of logits and one array like the hidden rows, whatever the vocabulary.
+
+Shapes: B batch, S context length, N anchors, K block size, R = B·N·K rows, E hidden size, V vocabulary, C chunk rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from kernelbake.errors import InputError
+
+IGNORED = -100
+"""Label of a row that has no target: it adds nothing to the loss, takes no gradient and is not correct."""
+
+_VOCABULARY_TILE = 4096
+_NUM_WARPS = 8
+
+
+# ---------------------------------------------------------------------------------------------- labels and weights
+
+
+def decay_weights(
+    block_size: int, gamma: float | None = None, *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Weight of each position of a block, fp32 [K]: 0 for the anchor, then exp(-(i - 1) / gamma).
+
+    Args:
+        block_size: K.
+        gamma: how slowly the weights fall; None: ``default_gamma``.
+        device: where the tensor lives.
+
+    Raises:
+        InputError: a block size below 2 or a gamma that is not positive.
+    """
+    faults = []
+    if block_size < 2:
+        faults.append(f"block_size: {block_size}; wanted at least 2, as the anchor is not predicted")
+    if gamma is not None and not gamma > 0:
+        faults.append(f"gamma: {gamma}; wanted a positive number")
+    if faults:
+        raise InputError("decay weights: these arguments give no weights", reasons=faults)
+    slot = torch.arange(block_size, dtype=torch.float32, device=device)
+    weights = torch.exp(-(slot - 1) / (default_gamma(block_size) if gamma is None else gamma))
+    return torch.where(slot > 0, weights, torch.zeros_like(weights))
+
+
+def default_gamma(block_size: int) -> float:
+    """The published values 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between and proportional outside."""
+    known = ((8, 4.0), (10, 5.0), (16, 7.0))
+    for (low, low_gamma), (high, high_gamma) in itertools.pairwise(known):
+        if low <= block_size <= high:
+            return low_gamma + (high_gamma - low_gamma) * (block_size - low) / (high - low)
+    size, gamma = known[0] if block_size < known[0][0] else known[-1]
+    return gamma * block_size / size
+
+
+def block_labels(
+    tokens: torch.Tensor,
+    supervised: torch.Tensor,
+    anchors: torch.Tensor,
+    *,
+    block_size: int,
+    num_valid: torch.Tensor | None = None,
+    doc_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Label of every row: the token at its own position, or ``IGNORED``.
+
+    A row has a label if its block is no padding slot, it is not the anchor itself, and its position lies within the
+    context and the anchor's document and is supervised.
+
+    Args:
+        tokens: int64 [B, S].
+        supervised: bool [B, S], whether a position may serve as a label.
+        anchors: int32 [B, N].
+        block_size: K.
+        num_valid: int32 [B], slots in use; None: all.
+        doc_ids: int32 [B, S]; None: one document.
+
+    Returns:
+        int64 [B, N·K].
+    """
+    batch, context_length = tokens.shape
+    num_blocks = anchors.shape[1]
+    slot = torch.arange(block_size, device=tokens.device)
+    position = anchors.long()[:, :, None] + slot
+    inside = (position < context_length) & (slot > 0)
+    if num_valid is not None:
+        block = torch.arange(num_blocks, device=tokens.device)
+        inside = inside & (block < num_valid[:, None])[:, :, None]
+    where = position.clamp(0, context_length - 1).reshape(batch, num_blocks * block_size)
+    inside = inside.reshape(batch, -1) & supervised.gather(1, where)
+    if doc_ids is not None:
+        own = doc_ids.gather(1, anchors.long().clamp(0, context_length - 1)).repeat_interleave(block_size, dim=1)
+        inside = inside & (doc_ids.gather(1, where) == own)
+    return torch.where(inside, tokens.gather(1, where), torch.full_like(where, IGNORED))
+
+
+def acceptance_weights(label_logp: torch.Tensor, labels: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
+    """Position weights by how likely a position is reached (D-PACE, arXiv 2605.18810).
+
+    With q the drafter's probability of a label and r = (1 - alpha)·q + alpha, position j weighs Σ_{m ≥ j} Π_{i ≤ m} r_i
+    over the block's positions from 1 on. A position without a label ends the block: it and those behind weigh 0.
+
+    Args:
+        label_logp: fp32 [M, K], log q of each row, blocks in rows; no gradient flows.
+        labels: int64 [M, K].
+        alpha: floor of r, in [0, 1].
+
+    Returns:
+        fp32 [M, K].
+    """
+    r = (1 - alpha) * label_logp.detach().float().exp() + alpha
+    reached = torch.where(labels == IGNORED, 0.0, r)[:, 1:].cumprod(dim=1)
+    weights = reached.flip(1).cumsum(dim=1).flip(1)
+    weights = torch.where(reached > 0, weights, 0.0)
+    return torch.nn.functional.pad(weights, (1, 0))
+
+
+# ---------------------------------------------------------------------------------------------- head and cross entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLosses:
+    """What the head gives for each row.
+
+    Args:
+        loss: fp32 [R], differentiable in the hidden rows; 0 where the label is ``IGNORED``.
+        label_logp: fp32 [R], the drafter's log probability of the label, without gradient; 0 where ignored.
+        correct: bool [R], whether the label is the drafter's first choice (the lowest id on a tie).
+    """
+
+    loss: torch.Tensor
+    label_logp: torch.Tensor
+    correct: torch.Tensor
+
+
+def block_loss(
+    hidden: torch.Tensor,
+    head_weight: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    chunk_rows: int,
+    target_hidden: torch.Tensor | None = None,
+    kl_share: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of the rows' losses and which rows are right; arguments as in ``row_losses``.
+
+    Args:
+        weights: fp32 [R]; a row that is ignored weighs nothing, whatever stands here.
+
+    Returns:
+        The sum, fp32 scalar, differentiable in the hidden rows only; bool [R].
+    """
+    if weights.shape != labels.shape:
+        raise InputError(f"block loss: weights of shape {tuple(weights.shape)}; wanted {tuple(labels.shape)}")
+    rows = row_losses(
+        hidden, head_weight, labels, chunk_rows=chunk_rows, target_hidden=target_hidden, kl_share=kl_share
+    )
+    used = torch.where(labels == IGNORED, 0.0, weights.detach().float())
+    return (rows.loss * used).sum(), rows.correct
+
+
+def row_losses(
+    hidden: torch.Tensor,
+    head_weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    chunk_rows: int,
+    target_hidden: torch.Tensor | None = None,
+    kl_share: float = 0.0,
+) -> RowLosses:
+    """(1 - kl_share)·CE(label) + kl_share·KL(target ‖ drafter) of every row.
+
+    Logits are rounded to the dtype of the rows, as a bf16 matrix product leaves them; the softmax is taken in fp32.
+
+    Args:
+        hidden: [R, E], bfloat16 or float32.
+        head_weight: [V, E], same dtype, frozen.
+        labels: int64 [R], ``IGNORED`` for none.
+        chunk_rows: C, rows whose logits exist at a time (twice as many arrays with a target).
+        target_hidden: [R, E], what the target's head reads at the position that predicts each row; no gradient. Needed
+            if kl_share > 0.
+        kl_share: share of the KL term, in [0, 1].
+
+    Raises:
+        InputError: shapes, dtypes or options that do not fit, all of them at once.
+    """
+    faults = _faults(hidden, head_weight, labels, chunk_rows, target_hidden, kl_share)
+    if faults:
+        raise InputError(f"block loss: {len(faults)} faults in the arguments", reasons=faults)
+    target = target_hidden if kl_share > 0 else None
+    loss, label_logp, correct = _HeadLoss.apply(hidden, head_weight, labels, target, float(kl_share), chunk_rows)
+    return RowLosses(loss, label_logp, correct)
+
+
+def _faults(
+    hidden: torch.Tensor,
+    head_weight: torch.Tensor,
+    labels: torch.Tensor,
+    chunk_rows: int,
+    target_hidden: torch.Tensor | None,
+    kl_share: float,
+) -> list[str]:
+    faults = []
+    if hidden.dim() != 2 or head_weight.dim() != 2 or hidden.shape[-1] != head_weight.shape[-1]:
+        found = f"{tuple(hidden.shape)} and {tuple(head_weight.shape)}"
+        faults.append(f"hidden, head_weight: shapes {found}; wanted (rows, hidden size) and (vocabulary, hidden size)")
+    if labels.shape != hidden.shape[:1]:
+        faults.append(f"labels: shape {tuple(labels.shape)}; wanted ({hidden.shape[0]},)")
+    if labels.dtype != torch.int64:
+        faults.append(f"labels: dtype `{labels.dtype}`; wanted `torch.int64`")
+    if hidden.dtype not in (torch.bfloat16, torch.float32):
+        faults.append(f"hidden: dtype `{hidden.dtype}`; wanted `torch.bfloat16` or `torch.float32`")
+    if head_weight.dtype != hidden.dtype:
+        faults.append(f"head_weight: dtype `{head_weight.dtype}`; wanted that of hidden, `{hidden.dtype}`")
+    if head_weight.requires_grad:
+        faults.append("head_weight: requires a gradient; wanted a frozen head")
+    if chunk_rows < 1:
+        faults.append(f"chunk_rows: {chunk_rows}; wanted at least 1")
+    if not 0 <= kl_share <= 1:
+        faults.append(f"kl_share: {kl_share}; wanted a number from 0 to 1")
+    if kl_share > 0 and target_hidden is None:
+        faults.append("target_hidden: missing; wanted for a kl_share above 0")
+    if target_hidden is not None and (target_hidden.shape, target_hidden.dtype) != (hidden.shape, hidden.dtype):
+        found = f"shape {tuple(target_hidden.shape)}, `{target_hidden.dtype}`"
+        faults.append(f"target_hidden: {found}; wanted those of hidden, {tuple(hidden.shape)}, `{hidden.dtype}`")
+    return faults
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head_weight: torch.Tensor,
+        labels: torch.Tensor,
+        target_hidden: torch.Tensor | None,
+        kl_share: float,
+        chunk_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_rows = hidden.shape[0]
+        labels = labels.contiguous()
+        loss, label_logp = (torch.empty(num_rows, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        correct = torch.empty(num_rows, dtype=torch.bool, device=hidden.device)
+        wants_gradient = bool(ctx.needs_input_grad[0])
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wants_gradient else None
+        shape = (min(chunk_rows, num_rows), head_weight.shape[0])
+        logits = hidden.new_empty(shape)
+        target_logits = None if target_hidden is None else hidden.new_empty(shape)
+        for begin in range(0, num_rows, chunk_rows):
+            rows = slice(begin, min(begin + chunk_rows, num_rows))
+            chunk = logits[: rows.stop - begin]
+            torch.mm(hidden[rows], head_weight.t(), out=chunk)
+            target_chunk = None
+            if target_hidden is not None and target_logits is not None:
+                target_chunk = target_logits[: rows.stop - begin]
+                torch.mm(target_hidden[rows], head_weight.t(), out=target_chunk)
+            outputs = (loss, label_logp, correct)
+            _softmax_loss(chunk, target_chunk, labels, outputs, begin, kl_share, wants_gradient)
+            if gradient is not None:
+                torch.mm(chunk, head_weight, out=gradient[rows])
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(label_logp, correct)
+        return loss, label_logp, correct
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad[:, None].to(gradient.dtype), None, None, None, None, None)
+
+
+def _softmax_loss(
+    logits: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    labels: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    first_row: int,
+    kl_share: float,
+    wants_gradient: bool,
+) -> None:
+    """Fills (loss, label_logp, correct) of a chunk's rows and, if wanted, turns the logits into the loss's gradient."""
+    block_loss_kernel[(logits.shape[0],)](
+        logits,
+        logits if target_logits is None else target_logits,
+        labels,
+        *outputs,
+        first_row,
+        kl_share,
+        logits.shape[1],
+        TARGET=target_logits is not None,
+        GRADIENT=wants_gradient,
+        TILE=_VOCABULARY_TILE,
+        num_warps=_NUM_WARPS,
+    )
+
+
+_LOG2E = tl.constexpr(math.log2(math.e))
+_LN2 = tl.constexpr(math.log(2.0))
+_LOWEST = tl.constexpr(-3.0e38)
+"""Below any logit: start of a running maximum."""
+_ABSENT = tl.constexpr(-1.0e30)
+"""Logit of ids behind the vocabulary: finite, so that differences stay numbers, and its probability is 0."""
+
+
+@triton.jit(do_not_specialize=("first_row",))
+def block_loss_kernel(
+    logits_ptr,
+    target_ptr,
+    labels_ptr,
+    loss_ptr,
+    label_logp_ptr,
+    correct_ptr,
+    first_row,
+    kl_share,
+    vocabulary,
+    TARGET: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Loss of one row a program; with GRADIENT the logits [C, V] are replaced by the loss's gradient. Grid: (C,).
+
+    Pass 1 keeps a running maximum, sum and first choice for each lane; pass 2 reads the row again for the gradient.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * vocabulary
+    target_ptr += row * vocabulary
+    row += first_row
+    label = tl.load(labels_ptr + row)
+    used = label >= 0
+    top = tl.full([TILE], _LOWEST, tl.float32)
+    first = tl.zeros([TILE], tl.int32)
+    total = tl.zeros([TILE], tl.float32)
+    target_top = tl.full([TILE], _LOWEST, tl.float32)
+    target_total = tl.zeros([TILE], tl.float32)
+    cross = tl.zeros([TILE], tl.float32)
+    for begin in range(0, vocabulary, TILE):
+        ids = begin + tl.arange(0, TILE)
+        x = tl.load(logits_ptr + ids, mask=ids < vocabulary, other=_ABSENT).to(tl.float32) * _LOG2E
+        new_top = tl.maximum(top, x)
+        first = tl.where(x > top, ids, first)
+        total = total * tl.exp2(top - new_top) + tl.exp2(x - new_top)
+        top = new_top
+        if TARGET:
+            t = tl.load(target_ptr + ids, mask=ids < vocabulary, other=_ABSENT).to(tl.float32) * _LOG2E
+            new_top = tl.maximum(target_top, t)
+            shrink = tl.exp2(target_top - new_top)
+            p = tl.exp2(t - new_top)
+            target_total = target_total * shrink + p
+            cross = cross * shrink + p * (t - x)
+            target_top = new_top
+    row_top = tl.max(top, axis=0)
+    choice = tl.min(tl.where(top == row_top, first, 2147483647), axis=0)
+    lse = row_top + tl.log2(tl.sum(total * tl.exp2(top - row_top), axis=0))
+    label_logit = tl.load(logits_ptr + label, mask=used, other=0.0).to(tl.float32) * _LOG2E
+    logp = (label_logit - lse) * _LN2
+    loss = -logp * (1.0 - kl_share)
+    target_lse = lse
+    if TARGET:
+        target_row_top = tl.max(target_top, axis=0)
+        shrink = tl.exp2(target_top - target_row_top)
+        target_sum = tl.sum(target_total * shrink, axis=0)
+        target_lse = target_row_top + tl.log2(target_sum)
+        kl = tl.sum(cross * shrink, axis=0) / target_sum - target_lse + lse
+        loss += kl_share * kl * _LN2
+    tl.store(loss_ptr + row, tl.where(used, loss, 0.0))
+    tl.store(label_logp_ptr + row, tl.where(used, logp, 0.0))
+    tl.store(correct_ptr + row, used & (choice == label))
+    if GRADIENT:
+        for begin in range(0, vocabulary, TILE):
+            ids = begin + tl.arange(0, TILE)
+            mask = ids < vocabulary
+            x = tl.load(logits_ptr + ids, mask=mask, other=_ABSENT).to(tl.float32) * _LOG2E
+            gradient = tl.exp2(x - lse) - tl.where(ids == label, 1.0 - kl_share, 0.0)
+            if TARGET:
+                t = tl.load(target_ptr + ids, mask=mask, other=_ABSENT).to(tl.float32) * _LOG2E
+                gradient -= kl_share * tl.exp2(t - target_lse)
+            gradient = tl.where(used, gradient, 0.0)
+            tl.store(logits_ptr + ids, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
