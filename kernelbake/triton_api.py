@@ -107,6 +107,14 @@ def autotuner_of(launchable: Any) -> Autotuner | None:
     return None
 
 
+def levels(launchable: Any) -> Iterator[Any]:
+    """The object and what it wraps, outermost first."""
+    yield launchable
+    while isinstance(launchable, Autotuner | Heuristics):
+        launchable = launchable.fn
+        yield launchable
+
+
 def kernel_of(launchable: Any) -> Kernel:
     """The name of the kernel under any wrapper."""
     function = python_function(launchable)
@@ -320,7 +328,7 @@ def _leaves(path: tuple[int, ...], type_: Value, key: Value) -> Iterator[tuple[t
         yield path, type_, key
 
 
-# ---------------------------------------------------------------------------------------------- compiling
+# ---------------------------------------------------------------------------------------------- building
 
 
 def use_cache_folder(folder: Path) -> None:
@@ -328,6 +336,11 @@ def use_cache_folder(folder: Path) -> None:
     knobs.cache.dir = str(folder)
     knobs.compilation.store_binary_only = True
     knobs.compilation.always_compile = False
+
+
+def launch(kernel: LoadedKernel, grid: tuple[int, int, int], stream: int, bound: Sequence[Any]) -> None:
+    """Launches a loaded kernel with every bound argument in order, no hooks around it."""
+    kernel._run(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *bound)
 
 
 # ---------------------------------------------------------------------------------------------- facts and sources
@@ -848,20 +861,135 @@ def implied_arguments(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def specializer(target: GPUTarget) -> tuple[Callable[..., tuple[Any, Any]], Any]:
-    """Triton's specializer of one argument and its first argument; it takes backend, value, const, specialize, align."""
+    """Triton's specializer of one argument (it takes backend, value, const, specialize, align), and the backend."""
     return native_specialize_impl, make_backend(target)
 
 
-def is_unset_allocator() -> bool:
-    """Whether this thread has no allocator for the memory that some kernels want at launch."""
-    return isinstance(_allocation._allocator.get(), _allocation.NullAllocator)
+def parameter_facts(function: Any) -> Iterator[dict[str, Any]]:
+    """Of every parameter: its name, whether it is a declared constexpr, and what the binder does with its argument.
+
+    Raises:
+        TypeError: a parameter takes any number of arguments.
+    """
+    for parameter in function.params:
+        declared = parameter._param
+        if declared.kind in (declared.VAR_POSITIONAL, declared.VAR_KEYWORD):
+            raise TypeError(f"`{parameter.name}` takes any number of arguments")
+        yield {
+            "name": parameter.name,
+            "constexpr": parameter.is_constexpr,
+            "keyword_only": declared.kind == declared.KEYWORD_ONLY,
+            "special": (
+                parameter.is_const,
+                not parameter.do_not_specialize,
+                not parameter.do_not_specialize_on_alignment,
+            ),
+            "annotation": "" if parameter.is_constexpr else parameter.annotation_type,
+            **({"default": declared.default} if declared.default is not declared.empty else {}),
+        }
+
+
+@functools.cache
+def dtypes_by_type() -> dict[str, Any]:
+    """Triton's pointer type → the torch dtype of its tensors; the plain one where there are several."""
+    import torch
+
+    class Tensor:
+        def __init__(self, dtype: Any) -> None:
+            self.dtype = dtype
+
+        def data_ptr(self) -> int:
+            return 0
+
+        def ptr_range(self) -> int:
+            return 0
+
+    specialize, backend = specializer(gpu_target(90))
+    found: dict[str, Any] = {}
+    for dtype in (item for item in vars(torch).values() if isinstance(item, torch.dtype)):
+        try:
+            type_ = specialize(backend, Tensor(dtype), False, True, True)[0]
+        except (KeyError, TypeError):
+            continue  # Triton has no such type
+        if type_ not in found or dtype is torch.bool:
+            found[type_] = dtype
+    return found
 
 
 def current_allocator() -> Any:
-    """This thread's allocator."""
-    return _allocation._allocator.get()
+    """This thread's allocator of the memory that some kernels want at launch, or None if it has none."""
+    allocator = _allocation._allocator.get()
+    return None if isinstance(allocator, _allocation.NullAllocator) else allocator
+
+
+def ensure_allocator(default: Any) -> None:
+    """Gives a thread without an allocator one: the default, or else torch's own memory on the current stream.
+
+    Triton keeps it per thread, so that what a main thread sets is not there in a worker.
+    """
+    if current_allocator() is None:
+        triton.set_allocator(default if default is not None else _torch_allocator)
+
+
+def _torch_allocator(size: int, alignment: int, stream: int | None) -> Any:
+    """Bytes from torch's pool, whose blocks lie at multiples of 512; they are freed in stream order."""
+    import torch
+
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def needs_allocator(kernel: LoadedKernel) -> bool:
     """Whether launching the kernel allocates memory."""
     return bool(getattr(kernel.metadata, "global_scratch_size", 0))
+
+
+def changed_knobs() -> dict[str, str]:
+    """Settings of this process that ask for other code: name in the program → environment variable of it, or ""."""
+    settings = {
+        "runtime.debug": "TRITON_DEBUG",
+        "runtime.override_arch": "TRITON_OVERRIDE_ARCH",
+        "runtime.add_stages_inspection_hook": "",
+        "compilation.always_compile": "TRITON_ALWAYS_COMPILE",
+        "compilation.override": "TRITON_KERNEL_OVERRIDE",
+        "compilation.instrumentation_mode": "TRITON_INSTRUMENTATION_MODE",
+    }
+    found = {}
+    for name, variable in settings.items():
+        group, _, attribute = name.partition(".")
+        if getattr(getattr(knobs, group), attribute, None):
+            found[f"triton.knobs.{name}"] = variable
+    return found
+
+
+def install_walls(
+    patches: Any,
+    *,
+    compile_: Callable[..., Any],
+    do_compile: Callable[..., Any],
+    preload: Callable[..., Any],
+    bench: Callable[..., Any],
+    build: Callable[..., Any],
+    cache: Callable[..., Any],
+) -> None:
+    """Puts refusals where Triton compiles, benchmarks, runs a C compiler, and reads or writes its cache.
+
+    Args:
+        patches: ``set(owner, name, value)`` replaces an attribute and remembers the old one.
+        compile_, do_compile, preload, bench, build, cache: the refusals.
+    """
+    from triton import compiler
+    from triton.compiler import compiler as compiling
+    from triton.runtime.cache import CacheManager
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cache(*args, **kwargs)
+
+    methods = ("get_file", "put", "get_group", "put_group")
+    closed = type("ClosedCacheManager", (CacheManager,), dict.fromkeys(methods, refuse))
+    for owner in (triton, compiler, compiling):
+        patches.set(owner, "compile", compile_)
+    patches.set(JITFunction, "_do_compile", do_compile)
+    patches.set(JITFunction, "preload", preload)
+    patches.set(Autotuner, "_bench", bench)
+    patches.set(knobs.build, "impl", build)
+    patches.set(knobs.cache, "manager_class", closed)

@@ -1,0 +1,202 @@
+"""The walls of a frozen process: every way to make code, run a compiler, write a cache or tune, refused by name.
+
+The launch path itself never gets to them. They are for everything beside it: a kernel launched through something that
+was taken from Triton before the freeze, a library that compiles by itself, a setting that asks for other code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from kernelbake.errors import FrozenMissError, MisfitError
+
+_ABSENT: Any = object()
+
+
+class Patches:
+    """Attributes replaced for a time, and put back in reverse order."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replaces an attribute of a module, class or object."""
+        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        while self._undo:
+            owner, name, before = self._undo.pop()
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+# ---------------------------------------------------------------------------------------------- environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """An environment variable under which a frozen process would not do what it says.
+
+    Args:
+        name: the variable.
+        why: what it would do.
+        switch: whether only values that mean *on* count.
+    """
+
+    name: str
+    why: str
+    switch: bool = True
+
+
+SETTINGS = (
+    Setting("TRITON_ALWAYS_COMPILE", "asks for every kernel to be compiled again"),
+    Setting("TRITON_KERNEL_OVERRIDE", "replaces the code of kernels by files"),
+    Setting("TRITON_DEBUG", "needs code with assertions, which the bundle does not hold"),
+    Setting("TRITON_INSTRUMENTATION_MODE", "needs instrumented code, which the bundle does not hold", switch=False),
+    Setting("TRITON_ENABLE_ASAN", "needs instrumented code, which the bundle does not hold"),
+    Setting("TRITON_OVERRIDE_ARCH", "asks for code of another gpu target than the card's", switch=False),
+    Setting("PTXAS_OPTIONS", "asks for code assembled in another way", switch=False),
+    Setting("DISABLE_PTXAS_OPT", "asks for code assembled in another way"),
+    Setting("USE_IR_LOC", "asks for code with other line information", switch=False),
+)
+"""What is refused when a bundle is frozen."""
+
+_ON = frozenset({"1", "true", "yes", "on", "y"})
+
+
+def refused_settings(environment: Mapping[str, str], *, interpreted: bool) -> list[str]:
+    """One line for every variable that stands in the way.
+
+    Args:
+        environment: the process's.
+        interpreted: whether the bundle is one of decisions for Triton's interpreter.
+    """
+    lines = []
+    for setting in SETTINGS:
+        value = environment.get(setting.name, "").strip()
+        if value.lower() in _ON or (value and not setting.switch):
+            lines.append(f"`{setting.name}={value}` {setting.why}; wanted it unset")
+    on = environment.get("TRITON_INTERPRET", "").strip().lower() in _ON
+    if on != interpreted:
+        wanted = "`TRITON_INTERPRET=1`, since the bundle was made by the interpreter" if interpreted else "it unset"
+        lines.append(f"`TRITON_INTERPRET={'1' if on else ''}` decides who runs the kernels; wanted {wanted}")
+    return lines
+
+
+def check_settings(*, interpreted: bool) -> None:
+    """Refuses a process whose environment or Triton settings would change code or launches.
+
+    Raises:
+        MisfitError: with one line for each.
+    """
+    from kernelbake import triton_api
+
+    reasons = refused_settings(os.environ, interpreted=interpreted)
+    for knob, variable in triton_api.changed_knobs().items():
+        if not any(f"`{variable}=" in reason for reason in reasons if variable):
+            reasons.append(f"`{knob}` is set in the program and asks for other code; wanted it unset")
+    if reasons:
+        raise MisfitError(
+            f"environment: {len(reasons)} settings would change code or launches; wanted none",
+            reasons=reasons,
+            hint="unset them, or run without a frozen bundle",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- walls
+
+
+class Walls:
+    """The refusals of a frozen process.
+
+    Args:
+        refused: called at each refusal, to count it.
+    """
+
+    def __init__(self, refused: Callable[[], Any]) -> None:
+        self._refused = refused
+
+    def refuse(self, where: str, found: str, hint: str) -> Callable[..., Any]:
+        """A function that takes anything and refuses it.
+
+        Args:
+            where, found: of the message ``where: found; wanted only what the bundle holds``.
+            hint: what a person can do.
+        """
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            self._refused()
+            raise FrozenMissError(f"{where}: {found}; wanted only what the bundle holds", hint=hint)
+
+        return refuse
+
+    def install(self, patches: Patches) -> None:
+        """Builds them. Nothing is imported that is not there already."""
+        from kernelbake import triton_api
+
+        add = "add what needs it to the workload, and build the bundle again"
+        triton_api.install_walls(
+            patches,
+            compile_=self.refuse("triton.compile", "a kernel would be compiled", add),
+            do_compile=self.refuse("triton", "a launch beside the bundle would compile its kernel", add),
+            preload=self.refuse("triton.preload", "code that was saved by Triton would be compiled", add),
+            bench=self.refuse("triton.autotune", "configs would be benchmarked", add),
+            build=self.refuse("triton", "a C compiler would be run", "build the bundle again with this Triton"),
+            cache=self.refuse("triton cache", "a file would be read from or written to it", add),
+        )
+        self._install_late(patches, "torch._dynamo.convert_frame", "_compile", "torch.compile")
+        self._install_late(patches, "torch._inductor.compile_fx", "compile_fx", "torch inductor")
+
+    def _install_late(self, patches: Patches, module: str, name: str, where: str) -> None:
+        """Refuses a function of a module that is costly to import: now if it is there, else once someone imports it."""
+        hint = "run without compilation; what it would make is not in the bundle"
+        refuse = self.refuse(where, "a function would be traced and compiled", hint)
+        if module in sys.modules:
+            patches.set(sys.modules[module], name, refuse)
+            return
+        finder = _AfterImport(module, lambda loaded: patches.set(loaded, name, refuse))
+        sys.meta_path.insert(0, finder)
+        patches.set(finder, "active", True)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Does something to a module right after someone imports it; inactive, it is passed by."""
+
+    active = False
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name or not self.active:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                if spec.loader is not None:
+                    self._wrap(spec.loader)
+                return spec
+        return None
+
+    def _wrap(self, loader: Any) -> None:
+        stock = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            stock(module)
+            if self.active:
+                self._then(module)
+
+        loader.exec_module = exec_module
