@@ -171,8 +171,8 @@ def coverage(bundle: Path, manifest: str | None, config: Path | None, as_json: b
 
 
 @cli.command()
-@_bundle_argument
 @click.argument("kernel")
+@_bundle_argument
 @click.option("--key", metavar="TEXT", default="", help="Only keys whose text holds TEXT.")
 @_json_option
 def explain(bundle: Path, kernel: str, key: str, as_json: bool) -> None:

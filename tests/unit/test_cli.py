@@ -56,9 +56,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 # ---------------------------------------------------------------------------------------------- speed
 
 
-@pytest.mark.parametrize(
-    "command", [["--help"], ["build", "--help"], ["show"], ["verify"], ["explain", "{}", "kernel0"]]
-)
+@pytest.mark.parametrize("command", [["--help"], ["build", "--help"], ["show"], ["verify"], ["explain", "kernel0"]])
 def test_starting_is_quick_and_loads_nothing_heavy(held: Path, command: list[str]) -> None:
     arguments = [str(held) if part == "{}" else part for part in command]
     program = (
@@ -96,8 +94,7 @@ def test_verify_and_show_read_bundle_tar_by_default(held: Path) -> None:
 
 def test_json_is_strict_and_alone_on_stdout(held: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["verify"], ["show"], ["explain", "kernel"]):
-        arguments = [command[0], held, *command[1:], "--json"]
-        code, out, err = call(capsys, *arguments)
+        code, out, err = call(capsys, *command, held, "--json")
         assert (code, err) == (0, "")
         json.loads(out, parse_constant=lambda text: pytest.fail(f"`{text}` is no strict JSON"))
 
@@ -176,8 +173,8 @@ def test_no_colour_and_no_control_characters_without_a_terminal(held: Path) -> N
         (["verify", "{}", "--manifest", "a", "--config", "b"], "error: verify: `--manifest` and `--config` both given"),
         (["coverage", "{}", "--manifest", "a", "--config", "b"], "error: coverage: `--manifest` and `--config` both"),
         (["show", "{}", "--kernel", "nothing"], "error: kernel: no name in the bundle holds `nothing`"),
-        (["explain", "{}", "nothing"], "error: kernel: no name in the bundle holds `nothing`"),
-        (["explain", "{}", "kernel0", "--key", "n=7"], "error: --key: no key of `kernel0` holds `n=7`"),
+        (["explain", "nothing", "{}"], "error: kernel: no name in the bundle holds `nothing`"),
+        (["explain", "kernel0", "{}", "--key", "n=7"], "error: --key: no key of `kernel0` holds `n=7`"),
     ],
 )
 def test_input_faults_are_code_2_with_one_message(

@@ -26,8 +26,11 @@ MAY_LOAD_HEAVY = {
     "kernelbake.fakedevice",
     "kernelbake.faketensors",
     "kernelbake.recorder",
-    # part of measuring
+    # parts of measuring
     "kernelbake.numerics",
+    # parts of the frozen launch path
+    "kernelbake.calls",
+    "kernelbake.devices",
 }
 """Modules of kernelbake that may load torch or Triton when they are imported; others load them inside functions."""
 
@@ -55,6 +58,7 @@ DFLASH_MAY_USE = {"kernelbake." + name for name in ("errors", "freeze", "keys", 
 
 CHILDREN = {
     "kernelbake.compile": "forked compilers end with `os._exit`, so that nothing of the parent runs twice",
+    "kernelbake.worker_main": "the measuring process: its streams are the parent's pipes",
     "kernelbake.worker": "the child that a time limit kills ends with `os._exit`",
     "kernelbake.shadow": "the child of a planner: stdout is the parent's pipe, its exit status the parent's answer",
 }

@@ -343,3 +343,17 @@ def test_the_main_manifests_differ_in_their_gpu_only() -> None:
     one, two = (manifest.load(manifest.find(name)) for name in ("sm120.yaml", "sm90.yaml"))
     assert one.section == two.section
     assert (one.measure, one.compile) == (two.measure, two.compile)
+
+
+def test_the_document_lists_every_key_with_its_default() -> None:
+    text = (ROOT / "docs" / "manifest.md").read_text()
+    for model in (manifest.MeasurePolicy, manifest.CompileOptions):
+        defaults = model().to_json()
+        shown = {
+            name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in defaults.items()
+        }
+        absent = [name for name, value in shown.items() if f"| `{name}` | `{value}` |" not in text]
+        assert not absent
+    custom = [name for name in profiles.DeviceProfile.__dataclass_fields__ if name != "backend"]
+    assert not [name for name in custom if f"| `{name}` |" not in text]
+    assert not [name for name in profiles.names() if f"`{name}`" not in text]
