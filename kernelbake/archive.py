@@ -138,8 +138,8 @@ class Found:
 
     Args:
         name: the name as text; bytes outside ASCII escaped.
-        size: the size, or None where the field is no octal number.
-        time: the time, or None where the field is no octal number.
+        size: the size, or None where the field is no number.
+        time: the time, or None where the field is no number.
         kind: the type in words where it is not a regular file's, else None.
         intact: whether the block's own checksum is right.
     """
@@ -155,20 +155,23 @@ def parse(block: bytes) -> Found:
     """Reads a header block of 512 bytes without trusting it; never raises."""
     type_ = block[156:157]
     kind = None if type_ == b"0" else TYPES.get(type_, f"of the unknown type `{type_!r:.12}`")
-    stored = _octal(block[148:156])
+    stored = _number(block[148:156])
     actual = sum(block) - sum(block[148:156]) + 8 * ord(" ")
     name = block[:100].split(b"\0", 1)[0].decode("ascii", "backslashreplace")
     prefix = block[345:500].split(b"\0", 1)[0].decode("ascii", "backslashreplace")
     return Found(
         f"{prefix}/{name}" if prefix else name,
-        _octal(block[124:136]),
-        _octal(block[136:148]),
+        _number(block[124:136]),
+        _number(block[136:148]),
         kind,
         stored == actual,
     )
 
 
-def _octal(field: bytes) -> int | None:
+def _number(field: bytes) -> int | None:
+    """Octal digits or, where GNU tar needs more room, a number to the base of 256."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
     digits = field.rstrip(b"\0 ")
     return int(digits, 8) if digits and all(byte in b"01234567" for byte in digits) else None
 

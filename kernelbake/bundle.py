@@ -27,8 +27,6 @@ from kernelbake.rules import FORMAT, ViolationsError
 
 Made: TypeAlias = Literal["measured", "compiled-only", "interpreted"]
 
-read_header = verify.read_header
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -190,6 +188,16 @@ def read(path: Path | str) -> Bundle:
     path = Path(path)
     sound = verify.inspect(path)
     return Bundle(sound, consistency.check(sound, path))
+
+
+def read_header(path: Path | str) -> dict[str, Any]:
+    """``bundle.json`` alone, checked as far as it can be by itself: fast, and no substitute for ``read``.
+
+    Raises:
+        InputError: the file cannot be opened.
+        BundleError: it is no bundle, or its header is damaged.
+    """
+    return verify.read_header(Path(path))
 
 
 # ---------------------------------------------------------------------------------------------- writing

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from kernelbake import digest, documents, elf, fingerprint
 from kernelbake.fingerprint import Fingerprint
 from kernelbake.plan import Choice, Launch, Plan
+from kernelbake.profiles import DeviceProfile
 from kernelbake.rules import Findings, Rule
 from kernelbake.verify import Sound
 
@@ -109,7 +110,7 @@ def _read(
     try:
         return build(data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        findings.add(rule, f"`{name}`", f"`{type(error).__name__}: {error!s:.80}`; wanted what the format describes")
+        findings.add(rule, f"`{name}`", f"`{type(error).__name__}: {error!s:.200}`; wanted what the format describes")
         return None
 
 
@@ -134,6 +135,7 @@ def _documents(sound: Sound, findings: Findings) -> Documents | None:
 
 def _plan(data: Any) -> Plan:
     plan = Plan.from_json(data)
+    DeviceProfile.from_json(plan.profile)
     for launch in plan.launches:
         number = len(launch.candidates)
         if any(len(variant.specializations) != number for variant in launch.variants):
@@ -350,19 +352,21 @@ def _check_winners(parsed: Documents, entries: Mapping[str, Described], findings
             if described is None:
                 continue
             for name, value in choice.winner.options().items():
-                compiled = described.metadata.get(name)
-                if not _agrees(name, value, compiled):
-                    message = f"`{name}` is {value}, and {compiled} in entry `{identity}`; wanted the same"
-                    findings.add(Rule.WINNER_OPTIONS, place, message)
+                asked, compiled = described.options.get(name), described.metadata.get(name)
+                if asked != value or not _compiled_for(name, value, compiled):
+                    message = f"`{name}` is {value}; entry `{identity}` was made for {asked} and has {compiled}"
+                    findings.add(Rule.WINNER_OPTIONS, place, f"{message}; wanted the same")
 
 
-def _agrees(name: str, value: int, compiled: Any) -> bool:
-    """Whether a launch option is the compiled one; warp specialization adds whole warps to ``num_warps``."""
+def _compiled_for(name: str, value: int, compiled: Any) -> bool:
+    """Whether metadata belongs to a launch option: it repeats it, if it names it at all.
+
+    Warp specialization, of which metadata says nothing else, adds whole groups of four warps.
+    """
     if compiled is None:
         return name != "maxnreg"
-    if name == "num_warps" and type(compiled) is int and compiled > value:
-        return False
-    return type(compiled) is int and compiled == value
+    extra = compiled - value if type(compiled) is int else -1
+    return extra == 0 or (name == "num_warps" and extra > 0 and extra % 4 == 0)
 
 
 def _check_planned(sound: Sound, parsed: Documents, findings: Findings) -> None:
@@ -416,19 +420,15 @@ def _check_made(sound: Sound, parsed: Documents, entries: Mapping[str, Described
 def _check_profile(parsed: Documents, findings: Findings) -> None:
     """MUST 41: the plan was made for the GPU of the fingerprint."""
     profile, facts = parsed.plan.profile, parsed.fingerprint
-    capability = profile.get("capability")
-    wanted: dict[str, Any] = {
-        "gpu.backend": profile.get("backend"),
-        "gpu.device": profile.get("name"),
-        "gpu.sm_count": profile.get("sm_count"),
-        "gpu.shared_memory_bytes": profile.get("shared_memory_bytes"),
+    wanted = {
+        "gpu.backend": profile["backend"],
+        "gpu.capability": fingerprint.capability(*profile["capability"]),
+        "gpu.device": profile["name"],
+        "gpu.sm_count": profile["sm_count"],
+        "gpu.shared_memory_bytes": profile["shared_memory_bytes"],
     }
-    if isinstance(capability, list) and len(capability) == 2 and all(type(part) is int for part in capability):
-        wanted["gpu.capability"] = fingerprint.capability(*capability)
-    else:
-        findings.add(Rule.PROFILE, "`plan.json`", f"the profile's capability is `{capability}`; wanted two integers")
     for name, value in wanted.items():
-        if json.dumps(value) != json.dumps(facts[name]):
+        if value != facts[name]:
             message = f"`{name}` is `{facts[name]}`, and `{value}` in the plan's profile; wanted the same"
             findings.add(Rule.PROFILE, "`fingerprint.json`", message)
 

@@ -270,7 +270,7 @@ _VARIANT = fields(
     {
         "specializations": listing(SPECIALIZATION, at_least=1),
         "cases": listing(TEXT),
-        "grids": listing(listing(ANYTHING)),
+        "grids": listing(listing(COUNT)),
     }
 )
 _LAUNCH = fields(
@@ -284,9 +284,13 @@ _LAUNCH = fields(
 _UNBOUNDED = fields(
     {"kernel": KERNEL, "argument": TEXT, "values": listing(ANYTHING), "axis": optional(TEXT)},
 )
+_PROFILE = fields(
+    {"name": WORD, "backend": WORD, "capability": row(COUNT, COUNT), "sm_count": COUNT, "shared_memory_bytes": COUNT},
+    others=True,
+)
 PLAN = fields(
     {
-        "profile": OBJECT,
+        "profile": _PROFILE,
         "versions": mapping(TEXT),
         "implementations": mapping(TEXT),
         "cases": listing(CASE),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernelbake import bundle, planner, verify
+from kernelbake import bundle, planner
 from kernelbake.bundle import Bundle
 from kernelbake.errors import CoverageError, MisfitError
 from kernelbake.plan import Coverage, Missing, Plan, coverage
@@ -92,7 +92,7 @@ def preflight(
         PlanError: the run cannot be planned.
     """
     start = time.monotonic()
-    interpreted = verify.read_header(Path(path))["made"] == INTERPRETED
+    interpreted = bundle.read_header(path)["made"] == INTERPRETED
     with planner.started(interpreted=interpreted) as child:
         held = bundle.read(path)
         own = _section(held)

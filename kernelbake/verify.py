@@ -23,7 +23,7 @@ from typing import Any
 from kernelbake import archive, digest, documents
 from kernelbake.archive import BLOCK, TRAILER, Member
 from kernelbake.errors import InputError
-from kernelbake.rules import FORMAT, Findings, Rule
+from kernelbake.rules import FORMAT, MAX_VIOLATIONS, Findings, Rule
 
 HEADER, INDEX = "bundle.json", "index.json"
 DOCUMENTS = (
@@ -441,7 +441,7 @@ class _Walk:
             message = f"the file ends inside it, after {self.source.size} bytes; wanted all of it"
             self.findings.add(Rule.TRAILER, f"`{found.name:.100}`", message)
             return False
-        return not self.findings.full
+        return not self.findings.full and len(self.seen) < len(self.spans) + MAX_VIOLATIONS
 
     def _step_over_damage(self) -> bool:
         """A damaged header: named by the member that belongs here, if one does, and passed over."""
