@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,37 @@ def version() -> tuple[int, int]:
     """Major and minor version of the Triton in this process."""
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def full_version() -> str:
+    """Version of the Triton in this process, ``3.7.1``."""
+    return str(triton.__version__)
+
+
+def own_key() -> str:
+    """What Triton says of its own sources and binaries. Reads all of them the first time."""
+    from triton.runtime.cache import triton_key
+
+    return str(triton_key())
+
+
+def ptxas_version(arch: int) -> str | None:
+    """Version of the assembler for a gpu target, ``12.8.93``; runs it. None if it does not start."""
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    try:
+        text = str(get_ptxas_version(arch))
+    except (OSError, subprocess.SubprocessError, RuntimeError):
+        return None
+    match = re.search(r"\bV(\d+(?:\.\d+)+)", text)
+    return match[1] if match else text.strip()
+
+
+def invalidating_environment() -> dict[str, str]:
+    """The environment variables that are set and for which Triton compiles again."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    return dict(get_cache_invalidating_env_vars())
 
 
 def check_supported() -> None:
