@@ -1,0 +1,409 @@
+"""The build: plan, compile, measure, choose, pack, self-check. Each step writes down what the next one needs.
+
+What a build has found out so far lies in a folder beside its output, ``<output>.work``, with the journal in it. A build
+that was killed goes on from there; one that is done removes it. Nothing is printed: a caller follows by ``on_event``.
+
+Every variant of every candidate is compiled before anything is measured (``compiling.tasks_of`` says why), so a
+compile-only bundle holds everything that measuring can ask for.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernelbake import bundle, digest, journal, packing, planner
+from kernelbake.compiling import CompileServer, Task, tasks_of
+from kernelbake.errors import BuildError, InputError, MisfitError
+from kernelbake.fingerprint import Fingerprint
+from kernelbake.outcome import OK, Code, Files, Rejected
+from kernelbake.plan import Plan
+from kernelbake.progress import BuildResult, Event, OnEvent
+from kernelbake.state import State, boot_id
+from kernelbake.supervise import Supervision, Supervisor
+from kernelbake.tune import nobody
+
+if TYPE_CHECKING:
+    from kernelbake.manifest import Manifest
+
+ENGINE = "kernelbake.measure:run"
+"""What measures for real, inside a worker: a function of job, plan and report."""
+
+_COMPILE_LIMIT_FACTOR = 10
+"""A compilation may take this many times as long as the measuring of a candidate."""
+
+_PASSED = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+"""Variables of Triton that a build obeys: which assembler it uses. All others would change code behind its back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to build, beside what the manifest says.
+
+    Args:
+        compile_only: compile all candidates and measure nothing.
+        compiled_from: a bundle made with ``compile_only``, whose code is taken.
+        jobs: compiling processes; None for one per core.
+        allow_busy_gpu: measure although other processes use the GPU.
+        engine: what measures.
+        plan: the plan where it is known already; None to plan.
+    """
+
+    compile_only: bool = False
+    compiled_from: Path | None = None
+    jobs: int | None = None
+    allow_busy_gpu: bool = False
+    engine: str = ENGINE
+    plan: Plan | None = None
+
+
+def build(
+    manifest: Manifest,
+    output: Path,
+    *,
+    compile_only: bool = False,
+    compiled_from: Path | None = None,
+    jobs: int | None = None,
+    allow_busy_gpu: bool = False,
+    line_info: bool = False,
+    on_event: OnEvent = lambda event: None,
+) -> BuildResult:
+    """Builds a bundle.
+
+    Args:
+        manifest: what to bake.
+        output: the bundle's name; an older one stays until the new one is complete and checked.
+        compile_only: compile all candidates for the manifest's gpu target and measure nothing; needs no GPU.
+        compiled_from: a bundle made with ``compile_only`` for the same plan; only measure.
+        jobs: the number of compiling processes; default: cores of this machine that this process may use.
+        allow_busy_gpu: measure although other processes use the GPU.
+        line_info: keep source lines in the code; the bundle is marked.
+        on_event: told of everything as it happens.
+
+    Raises:
+        BuildError: no bundle can be made; ``reasons`` says why, in full.
+        InputError: the output cannot be written, or ``compiled_from`` cannot be read.
+        LockedError: another build of this output runs.
+        MisfitError: ``compiled_from`` was made for something else.
+    """
+    if line_info:
+        compile_ = manifest.compile.model_copy(update={"line_info": True})
+        manifest = dataclasses.replace(manifest, compile=compile_)
+    options = Options(compile_only, compiled_from, jobs, allow_busy_gpu)
+    return run(manifest, Path(output), options, on_event)
+
+
+def run(manifest: Manifest, output: Path, options: Options, on_event: OnEvent) -> BuildResult:
+    """``build`` with its options in one place."""
+    if options.compile_only and manifest.interpreted:
+        raise InputError("build: the interpreter compiles nothing; wanted `--compile-only` for a GPU")
+    bundle.check_output(output)
+    with _workspace(output) as folder:
+        return _Build(manifest, output, options, folder, on_event).run()
+
+
+@contextlib.contextmanager
+def _workspace(output: Path) -> Iterator[Path]:
+    """The folder of a build, locked; it stays when the build fails and is removed when it succeeds."""
+    folder = output.with_name(output.name + ".work")
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / "code").mkdir(exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"build: folder `{folder}` cannot be made ({reason}); wanted room for the journal") from error
+    with journal.lock(output.with_name(output.name + ".lock"), f"build {output}"):
+        try:
+            yield folder
+        except OSError as error:
+            reason = error.strerror or error
+            raise InputError(
+                f"build: `{error.filename or folder}` cannot be written or read ({reason}); wanted it to work",
+                hint="an older bundle of that name is untouched, and the build goes on from its journal",
+            ) from error
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Build:
+    """One build from start to end."""
+
+    def __init__(self, manifest: Manifest, output: Path, options: Options, folder: Path, on_event: OnEvent) -> None:
+        self._manifest, self._output, self._options = manifest, output, options
+        self._folder, self._on_event = folder, on_event
+        self._files = Files(folder / "code")
+        self._seconds: dict[str, float] = {}
+        self._boot = boot_id()
+        self._facts: dict[str, Any] = {}
+
+    def run(self) -> BuildResult:
+        with self._phase("plan"):
+            plan = self._plan()
+        source = self._compiled_bundle(plan)
+        jobs = self._options.jobs or len(os.sched_getaffinity(0))
+        with self._server(plan, 0 if self._manifest.interpreted or source else jobs) as server:
+            with self._phase("start"):
+                fingerprint, utilities = server.facts()
+            if source is not None:
+                _check_fits(source, fingerprint)
+            state = self._open_journal(plan, fingerprint)
+            try:
+                if not self._manifest.interpreted:
+                    with self._phase("compile"):
+                        self._compile(plan, state, server, source)
+            except BaseException:
+                self._journal.close()
+                raise
+        try:
+            if not self._options.compile_only:
+                with self._phase("measure"):
+                    self._measure(plan, state)
+            with self._phase("pack"):
+                packed = self._pack(plan, state, fingerprint, utilities)
+        finally:
+            self._journal.close()
+        with self._phase("self-check"):
+            self._self_check(packed)
+        packed.replace(self._output)
+        journal.sync_folder(self._output.parent)
+        return self._result(plan, state)
+
+    @property
+    def _made(self) -> bundle.Made:
+        if self._manifest.interpreted:
+            return "interpreted"
+        return "compiled-only" if self._options.compile_only else "measured"
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._on_event(Event("phase", name))
+        start = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - start
+
+    # ------------------------------------------------------------------------------------------ plan
+
+    def _plan(self) -> Plan:
+        manifest = self._manifest
+        if self._options.plan is not None:
+            return self._options.plan
+
+        def on_progress(done: int, total: int, message: str) -> None:
+            self._on_event(Event("progress", "plan", done, total, message))
+
+        return planner.plan(
+            manifest.plugin,
+            manifest.section,
+            manifest.profile,
+            interpreted=manifest.interpreted,
+            on_progress=on_progress,
+        )
+
+    def _compiled_bundle(self, plan: Plan) -> bundle.Bundle | None:
+        path = self._options.compiled_from
+        if path is None:
+            return None
+        found = bundle.read(path)
+        if found.made != "compiled-only":
+            raise InputError(f"--from `{path}`: it was made `{found.made}`; wanted one made with `--compile-only`")
+        if digest.canonical_json(found.plan.to_json()) != digest.canonical_json(plan.to_json()):
+            raise MisfitError(
+                f"--from `{path}`: it was compiled for another plan; wanted the plan of this manifest on this machine",
+                hint="compare the two with `kernelbake coverage`, and compile again",
+            )
+        return found
+
+    # ------------------------------------------------------------------------------------------ compile
+
+    def _server(self, plan: Plan, jobs: int) -> CompileServer:
+        job = {
+            "profile": dict(plan.profile),
+            "kernels": [facts.to_json() for facts in plan.kernels.values()],
+            "folder": str(self._files.folder),
+            "jobs": jobs,
+            "time_limit_s": _COMPILE_LIMIT_FACTOR * self._manifest.measure.time_limit_s,
+            "interpreted": self._manifest.interpreted,
+        }
+        return CompileServer(job, self._compile_environment(), self._folder / "compile.log")
+
+    def _compile_environment(self) -> dict[str, str]:
+        compile_ = self._manifest.compile
+        passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        return {
+            **planner.environment(os.environ, interpreted=self._manifest.interpreted),
+            **passed,
+            "TRITON_CACHE_DIR": str(self._folder / "triton"),
+            "TRITON_DEFAULT_FP_FUSION": "1" if compile_.fp_fusion else "0",
+            **({} if compile_.line_info else {"TRITON_DISABLE_LINE_INFO": "1"}),
+            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+        }
+
+    def _open_journal(self, plan: Plan, fingerprint: Fingerprint) -> State:
+        header = {
+            "manifest": digest.of_bytes(digest.canonical_json(self._manifest.resolved())),
+            "plan": digest.of_bytes(digest.canonical_json(plan.to_json())),
+            "fingerprint": digest.of_bytes(digest.canonical_json(fingerprint.to_json())),
+        }
+        self._journal = journal.Journal(self._folder / "journal", header)
+        if self._journal.restarted:
+            message = f"the journal of an earlier build is not used: {self._journal.restarted}"
+            self._on_event(Event("note", "start", message=message))
+        elif self._journal.records:
+            message = f"going on from a journal of {len(self._journal.records)} records"
+            self._on_event(Event("note", "start", message=message))
+        state = State(plan)
+        for record in self._journal.records:
+            state.add(record)
+        for record in list(state.fallen(self._boot)):
+            self._write(state, record)
+        return state
+
+    def _write(self, state: State, record: Mapping[str, Any], *, durable: bool = True) -> None:
+        self._journal.append(record, durable=durable)
+        state.add(record)
+
+    def _compile(self, plan: Plan, state: State, server: CompileServer, source: bundle.Bundle | None) -> None:
+        """Fills ``state.codes``; what an earlier build compiled counts if its files are still sound."""
+        tasks = tasks_of(plan)
+        known = packing.take_code(source, self._files) if source is not None else {}
+        missing = []
+        for task in tasks:
+            data = known.get(task.id) or state.codes[task.id[0]].get(task.id[1])
+            if data is None or not self._sound(data):
+                missing.append(task)
+            elif task.id in known:
+                self._compiled(state, task, data)
+        if source is not None and missing:
+            raise BuildError(f"--from: {len(missing)} of {len(tasks)} specializations have no code; wanted all")
+        done = len(tasks) - len(missing)
+        self._on_event(Event("progress", "compile", done, len(tasks)))
+
+        def on_done(task: Task, data: dict[str, Any]) -> None:
+            nonlocal done
+            done += 1
+            self._compiled(state, task, data)
+            self._on_event(Event("progress", "compile", done, len(tasks), task.kernel.name))
+
+        server.compile(missing, on_done)
+        self._check_usable(plan, state)
+
+    def _sound(self, data: Mapping[str, Any]) -> bool:
+        if data["outcome"] != OK:
+            return True
+        code = Code.from_json(data["code"])
+        return all(self._files.sound(name) for name in (code.binary, code.metadata, code.launcher) if name)
+
+    def _compiled(self, state: State, task: Task, data: Mapping[str, Any]) -> None:
+        kernel, specialization = task.id
+        record = {"kind": "compiled", "kernel": kernel, "specialization": specialization, "data": data}
+        self._write(state, record)
+        if data["outcome"] != OK:
+            fate = Rejected.from_json(data)
+            facts = {"kernel": task.kernel.name, "specialization": specialization, "outcome": fate.reason.value}
+            message = f"{task.kernel.name} {task.specialization}: {fate}"
+            self._on_event(Event("rejected", "compile", message=message, data=facts))
+
+    def _check_usable(self, plan: Plan, state: State) -> None:
+        """Ends the build before anything is measured if a launch has no candidate left; all such launches at once."""
+        failed = []
+        for place, launch in enumerate(plan.launches):
+            fates = state.fates(place)
+            if len(fates) == len(launch.candidates):
+                failed.append(nobody(launch, fates))
+        if len(failed) == 1:
+            raise failed[0]
+        if failed:
+            reasons = [line for error in failed for line in (error.message, *(f"  {text}" for text in error.reasons))]
+            raise BuildError(
+                f"compile: {len(failed)} launches have no candidate left; wanted one each", reasons=reasons
+            )
+
+    # ------------------------------------------------------------------------------------------ measure
+
+    def _measure(self, plan: Plan, state: State) -> None:
+        codes = self._folder / "codes.json"
+        codes.write_bytes(digest.canonical_json(state.codes))
+        planned = self._folder / "plan.json"
+        planned.write_bytes(digest.canonical_json(plan.to_json()))
+        manifest = self._manifest
+        job = {
+            "engine": self._options.engine,
+            "plan": str(planned),
+            "codes": str(codes),
+            "folder": str(self._files.folder),
+            "plugin": manifest.plugin,
+            "section": dict(manifest.section),
+            "interpreted": manifest.interpreted,
+            "policy": manifest.measure.to_json(),
+        }
+        supervision = Supervision(
+            job, self._worker_environment(), self._folder / "worker.log", manifest.measure.time_limit_s
+        )
+
+        def write(record: Mapping[str, Any]) -> None:
+            self._write(state, record)
+
+        self._facts = Supervisor(supervision, state, write, self._boot, self._on_event).run()
+
+    def _worker_environment(self) -> dict[str, str]:
+        """The machine's own, since a driver may need any of it, without what would change Triton or FLA."""
+        dropped = ("TRITON_", "FLA_CACHE_", "FLA_CONFIG_", "FLA_GPU_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+        planned = planner.environment(os.environ, interpreted=self._manifest.interpreted)
+        fixed = {name: planned[name] for name in ("PYTHONPATH", "FLA_CACHE_RESULTS", "FLA_CACHE_MODE")}
+        interpreter = {"TRITON_INTERPRET": "1"} if self._manifest.interpreted else {}
+        return {**kept, **fixed, **interpreter, "TRITON_CACHE_DIR": str(self._folder / "triton")}
+
+    # ------------------------------------------------------------------------------------------ pack
+
+    def _pack(self, plan: Plan, state: State, fingerprint: Fingerprint, utilities: str | None) -> Path:
+        manifest = self._manifest
+        contents = packing.contents(manifest, self._made, plan, state, fingerprint, self._files, utilities)
+        path = self._folder / "bundle.tar"
+        self._digest = bundle.write(path, contents)
+        self._entries = len(contents.entries)
+        return path
+
+    def _self_check(self, packed: Path) -> None:
+        """Resolves and, on a GPU, loads everything that the plan asks for, in a process that has seen none of it."""
+        packing.self_check(
+            packed,
+            environment=self._worker_environment(),
+            log=self._folder / "self-check.log",
+            on_device=not (self._manifest.interpreted or self._options.compile_only),
+        )
+
+    def _result(self, plan: Plan, state: State) -> BuildResult:
+        rejected: collections.Counter[str] = collections.Counter()
+        for place in range(len(plan.launches)):
+            rejected.update(fate.reason.value for fate in state.fates(place).values())
+        wall, busy = self._facts.get("wall_ms"), self._facts.get("busy_ms")
+        return BuildResult(
+            path=self._output,
+            digest=self._digest,
+            made=self._made,
+            keys=plan.num_keys,
+            candidates=plan.num_candidates,
+            rejected=rejected,
+            bundle_bytes=self._output.stat().st_size,
+            entries=self._entries,
+            seconds=self._seconds,
+            device_busy_share=busy / wall if wall and busy is not None else None,
+        )
+
+
+def _check_fits(source: bundle.Bundle, here: Fingerprint) -> None:
+    """Refuses code that was compiled by something else than what is here."""
+    from kernelbake.fingerprint import compare
+
+    found = [difference for difference in compare(source.fingerprint, here) if difference.refuses]
+    if found:
+        raise MisfitError(
+            f"--from: it was compiled for something else; {len(found)} fields differ", reasons=map(str, found)
+        )

@@ -1,0 +1,473 @@
+"""Measuring for real, inside the worker: the workload's own steps, every launch intercepted and tuned where it is met.
+
+A launch whose winner is known runs with the winner; one met for the first time is tuned there, on copies of its live
+arguments, and then runs with the winner as well. So every kernel sees inputs that other chosen kernels made, and the
+whole step is recorded: a launch that the plan does not hold ends the build.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from kernelbake import triton_api
+from kernelbake.bundle import Entry
+from kernelbake.calls import Call, Resolved, Resolver
+from kernelbake.choose import Difference
+from kernelbake.devices import CpuDevice, CudaDevice, Device
+from kernelbake.errors import BuildError
+from kernelbake.loading import Libraries, load_entry
+from kernelbake.manifest import MeasurePolicy
+from kernelbake.numerics import Arguments, Result
+from kernelbake.outcome import Code, Files, Reason, Rejected
+from kernelbake.plan import Launch, Plan
+from kernelbake.profiles import DeviceProfile
+from kernelbake.recorder import intercepted
+from kernelbake.shadow import find_workload
+from kernelbake.tune import Checked, Failed, Report, tune
+from kernelbake.workload import Oracle
+
+# ---------------------------------------------------------------------------------------------- candidates
+
+
+class Runner(Protocol):
+    """Launches one resolved call with given arguments."""
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], bound: Sequence[Any]) -> Any: ...
+
+
+class CudaCode:
+    """The build's code, loaded when it is first needed.
+
+    Args:
+        codes: by kernel and digest of the specialization.
+        folder: where they lie, by digest.
+    """
+
+    def __init__(self, codes: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+        self._codes, self._files = codes, Files(folder)
+        self._libraries = Libraries(self._files)
+        self._loaded: dict[tuple[str, str], Any] = {}
+
+    def identity(self, launchable: Any, resolved: Resolved) -> str:
+        """What the candidate is to the device."""
+        return f"{self._code(launchable, resolved).shape} {resolved.grid}"
+
+    def runner(self, launchable: Any, resolved: Resolved) -> Runner:
+        """Loads the code of a resolved call.
+
+        Raises:
+            Failed: it was rejected when it was compiled.
+        """
+        kernel = self._load(launchable, resolved)
+        device = torch.cuda.current_device()
+
+        def launch(args: Sequence[Any], kwargs: Mapping[str, Any], bound: Sequence[Any]) -> Any:
+            triton_api.launch(kernel, resolved.grid, torch.cuda.current_stream(device).cuda_stream, bound)
+            return kernel
+
+        return launch
+
+    def _code(self, launchable: Any, resolved: Resolved) -> Code:
+        kernel = triton_api.kernel_of(launchable)
+        data = self._codes[kernel.to_json()][resolved.specialization.digest]
+        if data["outcome"] != "ok":
+            raise Failed(Rejected.from_json(data))
+        return Code.from_json(data["code"])
+
+    def _load(self, launchable: Any, resolved: Resolved) -> Any:
+        kernel = triton_api.kernel_of(launchable)
+        name = (kernel.name, resolved.specialization.digest)
+        if name not in self._loaded:
+            code = self._code(launchable, resolved)
+            metadata = json.loads(self._files[code.metadata])
+            entry = Entry(kernel, resolved.specialization, metadata, self._files[code.binary], code.launcher)
+            self._loaded[name] = load_entry(entry, torch.cuda.current_device(), self._libraries, launchable)
+        return self._loaded[name]
+
+
+class InterpretedCode:
+    """No code: the interpreter runs the Python function. Made before launches are intercepted."""
+
+    def __init__(self) -> None:
+        self._run = InterpretedFunction.run
+
+    def identity(self, launchable: Any, resolved: Resolved) -> str:
+        """The interpreter ignores everything but meta-parameters and grid."""
+        constants = [(p.name, p.token) for p in resolved.specialization.parameters if p.type == "constexpr"]
+        return f"{constants} {resolved.grid}"
+
+    def runner(self, launchable: Any, resolved: Resolved) -> Runner:
+        function = triton_api.innermost(launchable)
+
+        def launch(args: Sequence[Any], kwargs: Mapping[str, Any], bound: Sequence[Any]) -> Any:
+            return self._run(function, *args, grid=resolved.grid, warmup=False, **kwargs)
+
+        return launch
+
+
+@dataclasses.dataclass
+class _Candidate:
+    """A candidate at a site, ready to run on the working copies."""
+
+    before: Callable[[], None]
+    launch: Callable[[], Any]
+    estimate_ms: float | None = None
+
+
+class LiveSite:
+    """A call met in a step; candidates run on working copies of its arguments.
+
+    Args:
+        launch: the planned launch.
+        call: the call.
+        resolve: gives the call under the config of a candidate.
+        code: the candidates' code.
+        device: where they run.
+        policy: how to measure.
+        oracle: the workload's reference for this kernel, if it has one.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        call: Call,
+        resolve: Callable[[int], Resolved],
+        code: CudaCode | InterpretedCode,
+        device: Device,
+        policy: MeasurePolicy,
+        oracle: Oracle | None,
+    ) -> None:
+        self._call, self._code, self._device, self._policy = call, code, device, policy
+        self._resolve = functools.cache(resolve)
+        self._oracle = oracle
+        self._ready: dict[int, _Candidate] = {}
+        self._silent: list[int] | None = None
+        bound = self._resolve(0).bound
+        _check_room(launch, list(bound.values()), device)
+        self._arguments = Arguments(list(bound), list(bound.values()), policy.tolerance)
+        self._reference = oracle.reference(dict(bound)) if oracle is not None else None
+
+    def identity(self, candidate: int) -> str:
+        return self._code.identity(self._call.launchable, self._resolve(candidate))
+
+    def answers(self) -> bool:
+        return self._device.answers()
+
+    def difference(self, one: Result, other: Result) -> Difference:
+        return self._arguments.difference(one, other)
+
+    def check(self, candidate: int) -> Checked:
+        arguments = self._arguments
+        ready = self._prepare(candidate)
+        self._run(ready)
+        changed = arguments.changed()
+        first = arguments.contents(changed)
+        worst, same_bits = Difference(0.0), True
+        for _ in range(self._policy.repeats - 1):
+            self._run(ready)
+            again = arguments.contents(arguments.changed())
+            if not arguments.same_bits(again, first):
+                same_bits = False
+                found = arguments.difference(Result(again, {}), Result(first, {}))
+                worst = found if found.error >= worst.error else worst
+        if self._silent is None:
+            self._silent = self._written_in_silence(ready, changed)
+        arguments.restore()
+        filled = arguments.poison({*changed, *self._silent})
+        self._run(ready, restored=True)
+        arguments.changed()
+        poisoned = arguments.contents(filled)
+        arguments.unpoison(filled)
+        arguments.restore()
+        result = Result(first, poisoned)
+        expected = None
+        if self._oracle is not None and self._reference is not None:
+            expected = arguments.expected(result, self._reference, self._oracle.tolerance)
+        return Checked(result, worst, same_bits, expected)
+
+    def _written_in_silence(self, ready: _Candidate, changed: Collection[int]) -> list[int]:
+        """Tensors that a launch writes although they looked the same afterwards: what it wrote was there already.
+
+        Every other floating tensor is filled with poison for one run; an input keeps it. Integers are left alone, since
+        a kernel may take them for addresses.
+        """
+        arguments = self._arguments
+        arguments.restore()
+        filled = arguments.poison(arguments.all_but(changed))
+        self._run(ready, restored=True)
+        written = [position for position in filled if not arguments.untouched(position)]
+        arguments.unpoison(filled)
+        return written
+
+    def warm(self, candidate: int) -> None:
+        ready = self._prepare(candidate)
+        first = self._device.times(ready.before, ready.launch, 1, cold=False)
+        ready.estimate_ms = max(first[0], 1e-3)
+        count = int(self._policy.warmup_ms / ready.estimate_ms)
+        if count:
+            times = self._device.times(ready.before, ready.launch, min(count, 1000), cold=False)
+            ready.estimate_ms = max(sorted(times)[len(times) // 2], 1e-3)
+
+    def sample(self, candidate: int) -> list[float]:
+        ready = self._prepare(candidate)
+        policy = self._policy
+        estimate = ready.estimate_ms or policy.samples_ms
+        count = max(policy.min_samples, min(policy.max_samples, int(policy.samples_ms / estimate)))
+        return self._device.times(ready.before, ready.launch, count, cold=True)
+
+    def _run(self, ready: _Candidate, *, restored: bool = False) -> None:
+        """Once, from the first contents of all arguments, and waits for the end."""
+        if not restored:
+            self._arguments.restore()
+        ready.before()
+        ready.launch()
+        self._device.wait()
+        if self._arguments.strayed():
+            raise Failed(Rejected(Reason.WRONG, "it writes outside of its arguments"))
+
+    def _prepare(self, candidate: int) -> _Candidate:
+        if candidate not in self._ready:
+            resolved = self._resolve(candidate)
+            runner = self._code.runner(self._call.launchable, resolved)
+            args = tuple(self._arguments.replaced(arg) for arg in self._call.args)
+            kwargs = {name: self._arguments.replaced(value) for name, value in resolved.kwargs.items()}
+            bound = [self._arguments.replaced(value) for value in resolved.bound.values()]
+            hook = _hook(self._call.launchable, resolved.config, args, kwargs)
+
+            def before() -> None:
+                self._arguments.restore()
+                hook()
+
+            self._ready[candidate] = _Candidate(
+                before if hook is not _nothing else self._arguments.restore,
+                functools.partial(runner, args, kwargs, bound),
+            )
+        return self._ready[candidate]
+
+
+def _nothing() -> None:
+    """No hook."""
+
+
+def _hook(launchable: Any, config: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], None]:
+    """What a config wants to run before each launch, on the arguments given here."""
+    if config is None or config.pre_hook is None:
+        return _nothing
+    autotuner = triton_api.autotuner_of(launchable)
+    assert autotuner is not None
+    named = {**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs}
+    return lambda: config.pre_hook(dict(named))
+
+
+def _check_room(launch: Launch, values: Sequence[Any], device: Device) -> None:
+    """Refuses before memory runs out in the middle: copies of all arguments and twice as much for results."""
+    free = device.free_bytes() if torch.cuda.is_initialized() else None
+    need = 3 * Arguments.bytes_needed(values)
+    if free is not None and need > free:
+        raise BuildError(
+            f"{launch}: measuring it needs {need} bytes for copies of its arguments; the GPU has {free} free",
+            hint="measure on a GPU with more memory, or bake smaller cases",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- the step
+
+
+class PlanMismatchError(BuildError):
+    """The real step launches what the plan does not hold."""
+
+
+class Conductor:
+    """Stands in for every launch while the steps run.
+
+    Args:
+        plan: what may be launched.
+        decided: winners by place of the launch.
+        code, device, policy, report: as in ``LiveSite`` and ``tune``.
+        oracles: by kernel name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        decided: Mapping[int, int],
+        code: CudaCode | InterpretedCode,
+        device: Device,
+        policy: MeasurePolicy,
+        report: Report,
+        oracles: Mapping[str, Oracle],
+    ) -> None:
+        self._plan, self._code, self._device, self._policy, self._report = plan, code, device, policy, report
+        self._places = {launch.id: place for place, launch in enumerate(plan.launches)}
+        self._decided = dict(decided)
+        self._oracles = oracles
+        profile = DeviceProfile.from_json(plan.profile)
+        self._resolver = Resolver(triton_api.gpu_target(profile.arch, profile.warp_size))
+        self._variants = [_variants(launch) for launch in plan.launches]
+        self._unplanned: dict[str, None] = {}
+        self.met: dict[tuple[int, int], None] = {}
+        """Launch and variant of every call so far, by their places."""
+
+    def __call__(self, original: Any, launchable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        rest = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
+        call = Call(launchable, tuple(args), rest, kwargs["grid"])
+        with torch.no_grad():
+            place = self._places.get(self._resolver.key(call))
+            if place is None:
+                self._unplanned[self._describe(call)] = None
+                return None
+            if self._unplanned:
+                return None  # the inputs are not what they would be; only what else is unplanned matters now
+            if place not in self._decided:
+                self._decided[place] = self._tune(place, call)
+            return self._launch(place, call)
+
+    def check_planned(self) -> None:
+        """Ends the build if a step has launched what the plan does not hold.
+
+        Raises:
+            PlanMismatchError: naming all that it launched.
+        """
+        if self._unplanned:
+            raise PlanMismatchError(
+                "measure: the step launches what the plan does not hold; wanted planned launches only",
+                reasons=self._unplanned,
+                hint="the workload's step depends on something that a shadow run cannot see",
+            )
+
+    def never_met(self) -> list[str]:
+        """Planned launches that no step has made so far."""
+        met = {place for place, _ in self.met}
+        return [str(launch) for place, launch in enumerate(self._plan.launches) if place not in met]
+
+    def _describe(self, call: Call) -> str:
+        name = triton_api.kernel_of(call.launchable).name
+        _, token = self._resolver.key(call)
+        return f"{name} {token or '(not tuned)'}"
+
+    def _resolve(self, place: int, call: Call, candidate: int) -> Resolved:
+        """The call under a candidate; it must be of a planned variant."""
+        launch = self._plan.launches[place]
+        resolved = self._resolver.resolve(call, launch.candidates[candidate])
+        variant = self._variants[place][candidate].get(resolved.specialization.token)
+        if variant is None:
+            planned = [variant.specializations[candidate] for variant in launch.variants]
+            nearest = min((resolved.specialization.differences(other) for other in planned), key=len)
+            self._unplanned[f"{launch}: specialization with {'; '.join(nearest)} (planned)"] = None
+            self.check_planned()
+        return resolved
+
+    def _tune(self, place: int, call: Call) -> int:
+        launch = self._plan.launches[place]
+        site = LiveSite(
+            launch,
+            call,
+            functools.partial(self._resolve, place, call),
+            self._code,
+            self._device,
+            self._policy,
+            self._oracles.get(launch.kernel.name),
+        )
+        return tune(self._policy, self._report, place, launch, site)
+
+    def _launch(self, place: int, call: Call) -> Any:
+        """Runs the winner on the trainer's own tensors, as a frozen process will."""
+        candidate = self._decided[place]
+        resolved = self._resolve(place, call, candidate)
+        self.met[place, self._variants[place][candidate][resolved.specialization.token]] = None
+        _hook(call.launchable, resolved.config, call.args, resolved.kwargs)()
+        runner = self._code.runner(call.launchable, resolved)
+        return runner(call.args, resolved.kwargs, list(resolved.bound.values()))
+
+
+def _variants(launch: Launch) -> list[dict[str, int]]:
+    """For each candidate: token of the specialization → place of the variant."""
+    return [
+        {variant.specializations[candidate].token: place for place, variant in enumerate(launch.variants)}
+        for candidate in range(len(launch.candidates))
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- the worker's work
+
+
+class Progress(Report, Protocol):
+    """What the worker tells the builder besides the fate of candidates."""
+
+    def ready(self, facts: Mapping[str, Any]) -> None:
+        """The session is open."""
+        ...
+
+    def case_done(self, case: str, met: Collection[tuple[int, int]]) -> None:
+        """A step ran to its end with every launch decided; which launches and variants were met up to now."""
+        ...
+
+
+def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
+    """Opens the workload and runs a step of every case that was not done before.
+
+    Args:
+        job: from the builder: ``plugin``, ``section``, ``interpreted``, ``policy``, ``codes``, ``folder``, ``decided``,
+            ``cases_done``, ``met``.
+        plan: the plan.
+        report: where everything is told.
+
+    Returns:
+        ``busy_ms`` and ``wall_ms`` of the measuring.
+
+    Raises:
+        BuildError: as ``tune``, and for a launch outside the plan, or a planned one that no step makes.
+    """
+    policy = MeasurePolicy(**job["policy"])
+    interpreted = job["interpreted"]
+    plugin = find_workload(job["plugin"])
+    spec = plugin.parse(job["section"])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plugin.prepare(interpreted=interpreted))
+        device, code = _device(job, plan)
+        session = plugin.open(spec, device="cpu" if interpreted else "cuda", seed=policy.seed)
+        report.ready({})
+        decided = {int(place): winner for place, winner in job["decided"].items()}
+        conductor = Conductor(plan, decided, code, device, policy, report, plugin.oracles(spec))
+        conductor.met.update(dict.fromkeys((place, variant) for place, variant in job["met"]))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(intercepted(conductor))
+        start = time.perf_counter()
+        for case in plan.cases:
+            if case.id not in job["cases_done"]:
+                session.step(case)
+                device.wait()
+                conductor.check_planned()
+                report.case_done(case.id, conductor.met)
+        wall_ms = (time.perf_counter() - start) * 1e3
+    missing = conductor.never_met()
+    if missing:
+        raise PlanMismatchError(
+            f"measure: {len(missing)} planned launches are made by no step; wanted all of them", reasons=missing
+        )
+    return {"busy_ms": device.busy_ms, "wall_ms": wall_ms}
+
+
+def _device(job: Mapping[str, Any], plan: Plan) -> tuple[Device, CudaCode | InterpretedCode]:
+    if job["interpreted"]:
+        return CpuDevice(), InterpretedCode()
+    profile = DeviceProfile.from_json(plan.profile)
+    triton.set_allocator(_scratch)
+    codes = json.loads(Path(job["codes"]).read_bytes())
+    return CudaDevice(profile.l2_bytes), CudaCode(codes, Path(job["folder"]))
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory that a kernel wants for itself during a launch."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -1,0 +1,351 @@
+"""Tuning in line: at a launch met while a step runs, every candidate is checked and timed there, and one is chosen.
+
+This file knows neither torch nor Triton. How a candidate runs is a ``Site``'s business, and where its fate is written
+down a ``Report``'s, so that scripted candidates take the very path that real ones take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from kernelbake.choose import Difference, InvalidTimeError, Policy, Race, Times, agreement, checked_samples
+from kernelbake.errors import BuildError
+from kernelbake.outcome import OK, Reason, Rejected, one_line
+from kernelbake.plan import Launch
+
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """A candidate failed for a known reason."""
+
+    def __init__(self, rejected: Rejected) -> None:
+        super().__init__(str(rejected))
+        self.rejected = rejected
+
+
+class DeviceLostError(Exception):
+    """The device no longer answers in this process; another process has to go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What the checking runs of a candidate showed.
+
+    Args:
+        output: what it left behind, for ``Site.difference``.
+        repeated: how far the worst of its repeated runs is from the first; agrees if within tolerance.
+        same_bits: whether all repeated runs gave the same bits.
+        expected: how far it is from the oracle; None without one.
+    """
+
+    output: Any
+    repeated: Difference
+    same_bits: bool
+    expected: Difference | None = None
+
+
+class Site(Protocol):
+    """One call of a kernel with its live arguments. Candidates are named by their place in the plan's launch."""
+
+    def identity(self, candidate: int) -> str:
+        """Equal for two candidates that are the same to the device: same code, same grid.
+
+        Raises:
+            Failed: the candidate cannot even be loaded.
+        """
+        ...
+
+    def check(self, candidate: int) -> Checked:
+        """Runs it several times from the same inputs, once with poisoned outputs; the trainer's tensors stay untouched.
+
+        Raises:
+            Failed: for a known reason. Any other exception counts as a crash of the candidate.
+        """
+        ...
+
+    def difference(self, one: Any, other: Any) -> Difference:
+        """How far the output of one ``Checked`` is from that of another."""
+        ...
+
+    def warm(self, candidate: int) -> None:
+        """Runs it until clocks and caches are as in the long run."""
+        ...
+
+    def sample(self, candidate: int) -> Any:
+        """Times of single launches in ms: the kernel alone, caches cold, nothing else in the timed region."""
+        ...
+
+    def answers(self) -> bool:
+        """Whether the device still works after an exception."""
+        ...
+
+
+class Report(Protocol):
+    """Where the fate of candidates is written down. ``launch`` and ``candidate`` are places in the plan."""
+
+    def rejected(self, launch: int) -> Mapping[int, Rejected]:
+        """Candidates of which it is already known."""
+        ...
+
+    def start(self, launch: int, candidate: int) -> None:
+        """Returns when it is on disk that the candidate is about to run for the first time."""
+        ...
+
+    def sampling(self, launch: int, candidate: int) -> None:
+        """The candidate is about to be timed."""
+        ...
+
+    def outcome(self, launch: int, candidate: int, data: Mapping[str, Any]) -> None:
+        """How the check of a candidate ended, or why it was rejected later."""
+        ...
+
+    def decided(self, launch: int, data: Mapping[str, Any]) -> None:
+        """What was chosen, with the times of everyone."""
+        ...
+
+
+class _Tuning:
+    """The tuning of one launch."""
+
+    def __init__(self, policy: Policy, report: Report, place: int, launch: Launch, site: Site) -> None:
+        self._policy, self._report, self._place, self._launch, self._site = policy, report, place, launch, site
+        self._tokens = {config.token: index for index, config in enumerate(launch.candidates)}
+        self._fates: dict[int, Rejected] = dict(report.rejected(place))
+        self._same: dict[str, list[str]] = {}
+
+    def run(self) -> int:
+        checked = self._check()
+        accepted = self._judge(checked)
+        while accepted:
+            race = self._race(accepted)
+            if race.times and self._confirm(race.verdict().winner, checked):
+                return self._decide(race, accepted, checked)
+            accepted = {token: found for token, found in accepted.items() if self._tokens[token] not in self._fates}
+        raise self._nobody()
+
+    # ------------------------------------------------------------------------------------------ one candidate
+
+    def _attempt(self, token: str, action: Callable[[int], T]) -> T | None:
+        """What the action returns; None if the candidate failed at it, which is then written down."""
+        candidate = self._tokens[token]
+        try:
+            return action(candidate)
+        except KeyboardInterrupt:
+            raise
+        except Failed as failure:
+            fate = failure.rejected
+        except InvalidTimeError as error:
+            fate = Rejected(Reason.WRONG, str(error))
+        except BaseException as error:  # a candidate may fail in any way; none of them may end the build
+            fate = classify(error)
+        self._reject(token, fate)
+        if not self._site.answers():
+            raise DeviceLostError(str(fate))
+        return None
+
+    def _reject(self, token: str, fate: Rejected) -> None:
+        for name in (token, *self._same.get(token, [])):
+            self._fates[self._tokens[name]] = fate
+            self._report.outcome(self._place, self._tokens[name], fate.to_json())
+
+    # ------------------------------------------------------------------------------------------ the phases
+
+    def _check(self) -> dict[str, Checked]:
+        """Every distinct candidate, run and looked at, by token in their order."""
+        first: dict[str, str] = {}
+        checked: dict[str, Checked] = {}
+        for token in sorted(self._tokens):
+            if self._tokens[token] in self._fates:
+                continue
+            identity = self._attempt(token, self._site.identity)
+            if identity is None:
+                continue
+            if identity in first:
+                self._follow(first[identity], token)
+                continue
+            first[identity] = token
+            self._report.start(self._place, self._tokens[token])
+            found = self._attempt(token, self._site.check)
+            if found is not None:
+                checked[token] = found
+        return checked
+
+    def _follow(self, leader: str, token: str) -> None:
+        """A candidate with the code of another shares its fate and is not run."""
+        self._same.setdefault(leader, []).append(token)
+        fate = self._fates.get(self._tokens[leader])
+        if fate is not None:
+            self._fates[self._tokens[token]] = fate
+            self._report.outcome(self._place, self._tokens[token], fate.to_json())
+
+    def _judge(self, checked: dict[str, Checked]) -> dict[str, Difference]:
+        """Those whose results can be trusted, with their distance from the reference."""
+        trusted: dict[str, Checked] = {}
+        for token, found in checked.items():
+            if not found.repeated.agrees:
+                self._reject(token, _because(Reason.UNREPEATABLE, found.repeated))
+            elif found.expected is not None and not found.expected.agrees:
+                self._reject(token, _because(Reason.WRONG, found.expected))
+            else:
+                trusted[token] = found
+        if not trusted:
+            return {}
+        accepted = self._agreeing(trusted)
+        if any(trusted[token].same_bits for token in accepted):
+            for token in [token for token in accepted if not trusted[token].same_bits]:
+                error = trusted[token].repeated.error
+                detail = f"two runs on equal inputs differ by {error:.2e} of the norm, and other candidates repeat"
+                self._reject(token, Rejected(Reason.UNREPEATABLE, detail, _finite(error)))
+                del accepted[token]
+        for token in accepted:
+            for name in (token, *self._same.get(token, [])):
+                self._report.outcome(self._place, self._tokens[name], {"outcome": OK})
+        return accepted
+
+    def _agreeing(self, trusted: dict[str, Checked]) -> dict[str, Difference]:
+        """Those that agree with the oracle, where there is one, or else with most of the others."""
+        judged = {token: found.expected for token, found in trusted.items() if found.expected is not None}
+        if len(judged) == len(trusted):
+            return judged
+        outputs = {token: found.output for token, found in trusted.items()}
+        try:
+            inside, outside = agreement(outputs, self._site.difference)
+        except BuildError as error:
+            reasons = [f"{self._config(token)}: {self._against_first(trusted, token)}" for token in trusted]
+            raise BuildError(
+                f"{self._launch}: {error.message}; wanted an agreement",
+                reasons=reasons,
+                hint="name an oracle for this kernel in the workload, or raise `measure.tolerance` if you know why",
+            ) from error
+        for token, difference in outside.items():
+            self._reject(token, _because(Reason.WRONG, difference))
+        return inside
+
+    def _against_first(self, trusted: dict[str, Checked], token: str) -> str:
+        first = trusted[next(iter(trusted))].output
+        return self._site.difference(trusted[token].output, first).detail or "as the first"
+
+    def _race(self, accepted: Mapping[str, Difference]) -> Race:
+        race = Race(self._policy, list(accepted))
+        warmed: set[str] = set()
+        while names := race.next_round():
+            for token in names:
+                self._report.sampling(self._place, self._tokens[token])
+                if token not in warmed:
+                    warmed.add(token)
+                    if self._attempt(token, lambda candidate: self._site.warm(candidate) or True) is None:
+                        race.drop(token)
+                        continue
+                samples = self._attempt(token, lambda candidate: checked_samples(self._site.sample(candidate)))
+                if samples is None:
+                    race.drop(token)
+                else:
+                    race.add(token, samples)
+        return race
+
+    def _confirm(self, token: str, checked: Mapping[str, Checked]) -> bool:
+        """Runs the winner again after all the timing: it must still give what it gave at first."""
+        self._report.sampling(self._place, self._tokens[token])
+        again = self._attempt(token, self._site.check)
+        if again is None:
+            return False
+        difference = self._site.difference(again.output, checked[token].output)
+        if not difference.agrees or not again.repeated.agrees or again.same_bits != checked[token].same_bits:
+            worse = difference if not difference.agrees else again.repeated
+            detail = worse.detail or f"runs on equal inputs differ by {again.repeated.error:.2e} of the norm"
+            self._reject(token, Rejected(Reason.UNREPEATABLE, f"{detail}, after it was timed", _finite(worse.error)))
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def _decide(self, race: Race, accepted: Mapping[str, Difference], checked: Mapping[str, Checked]) -> int:
+        verdict = race.verdict()
+        winner = self._tokens[verdict.winner]
+        candidates = {}
+        for token, times in race.times.items():
+            facts = {**_facts(times), "error": accepted[token].error, "repeatable": checked[token].same_bits}
+            candidates[str(self._tokens[token])] = facts
+            for name in self._same.get(token, []):
+                candidates[str(self._tokens[name])] = {**facts, "same_code_as": self._tokens[token]}
+        runner_up = None if verdict.runner_up is None else self._tokens[verdict.runner_up]
+        data = {
+            "winner": winner,
+            "runner_up": runner_up,
+            "margin": verdict.margin,
+            "told_apart": verdict.told_apart,
+            "tied": [self._tokens[token] for token in verdict.tied],
+            "candidates": candidates,
+        }
+        self._report.decided(self._place, data)
+        return winner
+
+    def _config(self, token: str) -> str:
+        return str(self._launch.candidates[self._tokens[token]])
+
+    def _nobody(self) -> BuildError:
+        return nobody(self._launch, self._fates)
+
+
+def tune(policy: Policy, report: Report, place: int, launch: Launch, site: Site) -> int:
+    """Chooses a candidate for a launch.
+
+    Args:
+        policy: how to measure.
+        report: where every step is written down.
+        place: of the launch in the plan.
+        launch: the planned launch.
+        site: the call that was met.
+
+    Returns:
+        The winner's place among the candidates.
+
+    Raises:
+        BuildError: no candidate can be used, or none can be trusted; with the reason of each.
+        DeviceLostError: a candidate took the device with it; its fate is written down.
+        KeyboardInterrupt: a person stops the build.
+    """
+    return _Tuning(policy, report, place, launch, site).run()
+
+
+def nobody(launch: Launch, fates: Mapping[int, Rejected]) -> BuildError:
+    """The error for a launch without a usable candidate: every reason, and what is short where something is."""
+    reasons = [f"{launch.candidates[candidate]}: {fate}" for candidate, fate in sorted(fates.items())]
+    needs = [fate.need_bytes for fate in fates.values() if fate.need_bytes is not None]
+    limits = [fate.limit_bytes for fate in fates.values() if fate.limit_bytes is not None]
+    short = ""
+    if len(needs) == len(fates) and needs:
+        short = f" (the least of them needs {min(needs)} bytes of shared memory; the GPU has {limits[0]})"
+    number = len(launch.candidates)
+    count = "its candidate is" if number == 1 else f"all {number} candidates are"
+    return BuildError(f"{launch}: {count} rejected{short}; wanted one that can be used", reasons=reasons)
+
+
+def classify(error: BaseException) -> Rejected:
+    """The reason behind an exception that a candidate raised."""
+    kind = type(error).__name__
+    if kind == "OutOfMemoryError":
+        return Rejected(Reason.MEMORY, one_line(error))
+    if kind == "OutOfResources":
+        need, limit = getattr(error, "required", None), getattr(error, "limit", None)
+        return Rejected(Reason.SHARED_MEMORY, one_line(error), need_bytes=need, limit_bytes=limit)
+    return Rejected(Reason.CRASH, one_line(error))
+
+
+def _because(reason: Reason, difference: Difference) -> Rejected:
+    return Rejected(reason, difference.detail, _finite(difference.error))
+
+
+def _finite(error: float) -> float | None:
+    return error if error < float("inf") else None
+
+
+def _facts(times: Times) -> dict[str, Any]:
+    return {
+        "samples_ms": [round(sample, 6) for sample in times.samples],
+        "median_ms": round(times.median, 6),
+        "spread_ms": round(times.spread, 6),
+    }
