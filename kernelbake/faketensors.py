@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch._subclasses.fake_tensor as torch_fakes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -30,6 +31,7 @@ FLOAT_LIMIT = 1 << 16
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda", 0)
+_AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 _DEVICE_QUERY = torch.ops.prim.device.default
 """How torch's C++ code asks a tensor for its device; Python's ``tensor.device`` does not come this way."""
 _EMPTY = frozenset(
@@ -117,6 +119,8 @@ class ShadowMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.autocasts = False
+        self._awaiting_history: set[int] = set()
 
     @property
     def avoid_device_init(self) -> bool:
@@ -128,7 +132,7 @@ class ShadowMode(FakeTensorMode):
         """Runs one operation on fake tensors and, where all content is known, on the content too."""
         kwargs = dict(kwargs or {})
         if func is _DEVICE_QUERY:
-            return _device_for_cpp(args[0])
+            return self.device_for_cpp(args[0])
         if func is _aten._to_copy.default and _is_meta(kwargs.get("device")):
             kwargs["device"] = _CUDA  # the borrowed guard calls the current device so
         tensors = _tensors(args, kwargs)
@@ -143,7 +147,27 @@ class ShadowMode(FakeTensorMode):
             result = super().dispatch(func, types, args, kwargs)
         if func not in _EMPTY:
             self._follow(func, args, kwargs, tensors, result)
+        if self.autocasts:
+            recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            self._awaiting_history = {id(item) for item in _tensors((result,), {})} if recorded else set()
         return result
+
+    def device_for_cpp(self, tensor: FakeTensor) -> torch.device:
+        """The device that torch's C++ code is told: the CPU, so that backward asks for no streams.
+
+        Autocast must see CUDA to cast. Its kernels switch their own key off while they look at their arguments; there,
+        autograd's one look at the result of the operation last made is told from autocast's.
+        """
+        if self.in_kernel_invocation:
+            return torch.device("meta")
+        if tensor.fake_device.type != "cuda":
+            return tensor.fake_device
+        if not self.autocasts or not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST):
+            return _CPU
+        if id(tensor) in self._awaiting_history:
+            self._awaiting_history.discard(id(tensor))
+            return _CPU
+        return tensor.fake_device
 
     def _adopt(self, tensors: list[torch.Tensor]) -> None:
         """A real tensor from outside is known: its fake twin gets its memory."""
@@ -298,6 +322,8 @@ def entered(mode: ShadowMode) -> Iterator[None]:
         _replace(stack, torch_fakes, "init_gpu_context", lambda device: None)
         _replace(stack, torch._functorch.config, "fake_tensor_prefer_device_type", "cuda")
         _replace(stack, torch.nn.Module, "_apply", _apply)
+        _replace(stack, torch, "set_autocast_enabled", _noting(mode, torch.set_autocast_enabled))
+        _replace(stack, functional, "scaled_dot_product_attention", _attention(mode))
         for name, value in _methods().items():
             _replace(stack, FakeTensor, name, value)
         stack.enter_context(mode)
@@ -328,10 +354,28 @@ def _methods() -> dict[str, Any]:
     }
 
 
-def _device_for_cpp(tensor: FakeTensor) -> torch.device:
-    if tensor.fake_mode.in_kernel_invocation:
-        return torch.device("meta")
-    return _CPU if tensor.fake_device.type == "cuda" else tensor.fake_device
+def _noting(mode: ShadowMode, original: Any) -> Any:
+    """``torch.set_autocast_enabled``, which says what is on where torch's own question cannot: inside a kernel."""
+
+    def set_autocast_enabled(*args: Any) -> None:
+        original(*args)
+        mode.autocasts = torch.is_autocast_enabled("cuda")
+
+    return set_autocast_enabled
+
+
+def _attention(mode: ShadowMode) -> Any:
+    """Attention that casts first: builds with CUDA ask the device which kernel to take when they are told CUDA."""
+    original = functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not mode.autocasts:
+            return original(query, key, value, *args, **kwargs)
+        dtype = torch.get_autocast_dtype("cuda")
+        with torch.autocast("cuda", enabled=False):
+            return original(query.to(dtype), key.to(dtype), value.to(dtype), *args, **kwargs)
+
+    return scaled_dot_product_attention
 
 
 def _answering_device(original: Any) -> Any:
@@ -340,7 +384,9 @@ def _answering_device(original: Any) -> Any:
     def torch_dispatch(
         cls: type, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _device_for_cpp(args[0]) if func is _DEVICE_QUERY else original(func, types, args, kwargs or {})
+        if func is _DEVICE_QUERY:
+            return args[0].fake_mode.device_for_cpp(args[0])
+        return original(func, types, args, kwargs or {})
 
     return classmethod(torch_dispatch)
 

@@ -26,7 +26,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from kernelbake import bounds, fakedevice, faketensors, triton_api, workload
+from kernelbake import bounds, fakedevice, faketensors, triton_api, workload, writes
 from kernelbake.errors import KernelbakeError, PlanError
 from kernelbake.keys import Case
 from kernelbake.plan import KernelFacts, Launch, Plan, collect
@@ -129,6 +129,7 @@ class LaunchLog:
         self._known: dict[Any, Launch] = {}
         self._seen: dict[tuple[str, int], tuple[str, Launch]] = {}
         self._launchables: dict[str, Any] = {}
+        self._written: dict[int, frozenset[str]] = {}
 
     def record(self, original: Any, launchable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Stands in for the ``run`` of a kernel."""
@@ -140,8 +141,16 @@ class LaunchLog:
             if signature is not None:
                 self._known[signature] = launch
         self._seen.setdefault((self.case.id, id(launch)), (self.case.id, launch))
-        for tensor in (*args, *kwargs.values()):
-            if isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point:
+        self._forget_written(launchable, args, kwargs)
+
+    def _forget_written(self, launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """What the kernel would have written is not known from here on."""
+        function = triton_api.innermost(launchable)
+        if id(function) not in self._written:
+            self._written[id(function)] = writes.written_parameters(function.fn)
+        call = {**dict(zip(function.arg_names, args, strict=False)), **kwargs}
+        for name in self._written[id(function)]:
+            for tensor in _tensors_in(call.get(name)):
                 faketensors.forget(tensor)
 
     def _identify(self, launchable: Any) -> None:
@@ -189,6 +198,14 @@ def _part(item: Any) -> Any:
     if isinstance(item, triton.language.dtype | JITFunction | InterpretedFunction):
         return id(item)
     raise TypeError(f"`{type(item).__name__}`")
+
+
+def _tensors_in(item: Any) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, tuple | list):
+        for part in item:
+            yield from _tensors_in(part)
 
 
 def _target(profile: DeviceProfile) -> Any:
