@@ -16,8 +16,8 @@ from kernelbake.plan import Choice, Coverage, Launch, Plan
 if TYPE_CHECKING:
     from kernelbake.bundle import Bundle
 
-VARIANT_LIMIT = 64
-"""Binaries of one kernel at one config above which a plan is worth a warning."""
+VARIANT_LIMIT = 32
+"""Binaries of one kernel, at one config each, above which a warning is due; ``bounds`` refuses twice as many."""
 
 
 # ---------------------------------------------------------------------------------------------- plan

@@ -58,6 +58,7 @@ DFLASH_MAY_USE = {"kernelbake." + name for name in ("errors", "freeze", "keys", 
 
 CHILDREN = {
     "kernelbake.compile": "forked compilers end with `os._exit`, so that nothing of the parent runs twice",
+    "kernelbake.selfcheck": "the process that checks a packed bundle: it answers with its exit status",
     "kernelbake.worker_main": "the measuring process: its streams are the parent's pipes",
     "kernelbake.worker": "the child that a time limit kills ends with `os._exit`",
     "kernelbake.shadow": "the child of a planner: stdout is the parent's pipe, its exit status the parent's answer",
@@ -248,3 +249,15 @@ def test_light_modules_load_nothing_heavy_in_a_real_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_architecture_names_every_room() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for package in PACKAGES:
+        section = text.partition(f"## Rooms of {package}")[2].partition("\n## ")[0]
+        named = set(re.findall(r"`([a-z_]+)(?:\.py|/)`", section))
+        present = {module.split(".")[1] for module in MODULES if module.startswith(f"{package}.")}
+        assert present - named == set(), f"{package}: rooms without a line"
+        heavy = set(re.findall(r"`([a-z_]+)\.py` \(heavy\)", section))
+        listed = {module.split(".")[1] for module in MAY_LOAD_HEAVY if module.startswith(f"{package}.")}
+        assert heavy == listed
