@@ -78,7 +78,7 @@ NOT_SUPERVISED = "nothing supervised"
 NOT_LOCATED = "an assistant turn cannot be located in the rendering"
 NOT_MAPPED = "the tokenizer's offsets do not cover the text"
 REFUSED = "the chat template refuses it"
-MALFORMED = "a malformed conversation"
+MALFORMED = "malformed"
 
 
 class _Drop(Exception):
@@ -121,6 +121,15 @@ def _message(turn: Any, number: int) -> Message:
     elif not _is_text(content):
         raise _Drop(MALFORMED, f"message {number} has no text")
     return fields
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: JSON may hold halves of surrogate pairs, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_text(content: Any) -> bool:
@@ -241,6 +250,8 @@ class ChatRenderer:
             )
         except Exception as error:  # a template may raise anything: its own errors, missing keys, wrong types
             raise _Drop(REFUSED, f"{type(error).__name__}: {error}") from error
+        if not is_unicode(text):
+            raise _Drop(MALFORMED, "half of a surrogate pair")
         return text
 
     def _marked_spans(
