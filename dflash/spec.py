@@ -103,7 +103,6 @@ class TargetSpec:
     @classmethod
     def read(cls, reader: Reader) -> TargetSpec:
         architecture = reader.text("architecture", choices=ARCHITECTURES)
-        has_experts = architecture in MIXTURES or reader.has("experts")
         spec = cls(
             model=reader.text("model"),
             architecture=architecture,
@@ -124,7 +123,7 @@ class TargetSpec:
             partial_rotary_factor=reader.number("partial_rotary_factor", 0.25, high=1.0),
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             tie_embeddings=reader.flag("tie_embeddings", False),
-            experts=_experts(reader) if has_experts else None,
+            experts=_experts(reader) if architecture in MIXTURES else None,
             frozen=reader.flag("frozen", True),
         )
         spec._check(reader)
@@ -132,7 +131,8 @@ class TargetSpec:
         return spec
 
     def _check(self, reader: Reader) -> None:
-        if reader.good("architecture") and self.experts is not None and self.architecture not in MIXTURES:
+        dense = reader.good("architecture") and self.architecture not in MIXTURES
+        if dense and reader.raw("experts") is not None:
             reader.fault("experts", f"`{self.architecture}` has a dense MLP; wanted no `experts`")
         _divides(reader, "num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
         _divides(

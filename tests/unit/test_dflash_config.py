@@ -1,0 +1,136 @@
+"""The run's configuration: YAML, ``--set`` and options, every fault at once, and what the manifest leaves to it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import dflashspec
+import pytest
+
+from dflash import config
+from dflash.config import Devices, OptimizerConfig, RunConfig
+from dflash.spec import Spec
+from kernelbake.errors import InputError
+
+
+def load(text: str = "", sets: tuple[str, ...] = (), tmp_path: Path | None = None, **options: Any) -> RunConfig:
+    path = None
+    if tmp_path is not None:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+    return config.load(path, sets, {name.replace("__", "."): value for name, value in options.items()})
+
+
+@pytest.mark.parametrize("text", ["6e-4", "6.0e-4", "0.0006", "1e-4"])
+def test_numbers_are_numbers_in_every_spelling(text: str, tmp_path: Path) -> None:
+    assert load(f"optimizer: {{lr: {text}}}", tmp_path=tmp_path).optimizer.lr == float(text)
+    assert load(sets=(f"optimizer.lr={text}",)).optimizer.lr == float(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("optimizer: {lr: '6e-4'}", "optimizer.lr: found `'6e-4'`; it is text, so leave the quotes away"),
+        ("steps: 1e5", "steps: found `100000.0`; wanted a whole number of at least 1"),
+        ("steps: '10'", "steps: "),
+        ("steps: yes", "steps: "),
+        ("optimizer: {lr: -1}", "optimizer.lr: "),
+        ("optimizer: {warmup: 2}", "optimizer.warmup: "),
+        ("optimizer: {schedule: linear}", "optimizer.schedule: "),
+        ("optimizer: {clip: 0}", "optimizer.clip: "),
+        ("devices: 0,1", "devices: "),
+        ("devices: a:b", "devices: "),
+        ("batch: {buckets: [64, 32]}", "batch.buckets.1: "),
+        ("batch: {size: 0}", "batch.size: "),
+        ("batch: 4", "batch: "),
+        ("lr: 1", "lr: unknown key"),
+        ("[1, 2]", ": found `[1, 2]`; wanted a mapping"),
+    ],
+)
+def test_a_fault_names_its_field(text: str, path: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        load(text, tmp_path=tmp_path)
+    assert [reason for reason in caught.value.reasons if reason.startswith(path)] == list(caught.value.reasons)
+    assert len(caught.value.reasons) == 1
+
+
+def test_all_faults_come_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="4 faults") as caught:
+        load("steps: 0\nbatch: {layout: ragged}\n", ("optimizer.lr=fast", "nothing"), tmp_path)
+    assert [reason.partition(":")[0] for reason in caught.value.reasons] == [
+        "--set nothing",
+        "steps",
+        "batch.layout",
+        "optimizer.lr",
+    ]
+
+
+def test_options_win_over_set_and_set_over_the_file(tmp_path: Path) -> None:
+    text = "steps: 1\nseed: 1\nbatch: {size: 1}\n"
+    run = load(text, ("steps=2", "batch.size=2"), tmp_path, batch__size=3, steps=None)
+    assert (run.steps, run.seed, run.batch.size) == (2, 1, 3)
+
+
+def test_set_may_give_zero_false_and_nothing() -> None:
+    run = load(sets=("optimizer.min_lr=0", "other_bundle=false", "target=null"))
+    assert (run.optimizer.min_lr, run.other_bundle, run.target) == (0.0, False, None)
+
+
+def test_duplicate_keys_and_broken_yaml_are_refused(tmp_path: Path) -> None:
+    for text in ("steps: 1\nsteps: 2\n", "steps: [", "a: b: c"):
+        with pytest.raises(InputError, match="no YAML"):
+            load(text, tmp_path=tmp_path)
+    with pytest.raises(InputError, match="is no file"):
+        config.load(tmp_path / "none.yaml", (), {})
+
+
+def test_devices() -> None:
+    assert Devices.parse("1") == Devices(1, 1)
+    assert Devices.parse("0:1") == Devices(0, 1)
+    assert load(sets=("devices=2",)).devices == Devices(2, 2)
+
+
+def test_the_schedule_rises_and_falls() -> None:
+    settings = OptimizerConfig(lr=1.0, warmup=0.1, min_lr=0.1)
+    rates = [settings.rate(step, 100) for step in range(100)]
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert rates[10] == 1.0
+    assert all(later < sooner for sooner, later in itertools.pairwise(rates[10:]))
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert OptimizerConfig(schedule="constant", warmup=0.0, lr=2.0).rate(99, 100) == 2.0
+
+
+def spec() -> Spec:
+    return Spec.parse(dflashspec.TINY)
+
+
+def test_a_run_without_wishes_has_the_largest_slots_of_every_bucket() -> None:
+    cases = config.apply(load(), spec()).axes.cases()
+    assert [(case["bucket"], case["anchors"]) for case in cases.planned] == [(32, 8), (64, 8)]
+
+
+def test_a_cap_between_planned_counts_is_a_case_of_its_own() -> None:
+    applied = config.apply(load(batch__max_anchors=20), Spec.parse(dflashspec.changed("axes.anchors", [4, 8, 32])))
+    assert [(case["bucket"], case["anchors"]) for case in applied.axes.cases().planned] == [(32, 8), (64, 20)]
+
+
+def test_what_the_run_says_replaces_the_manifest() -> None:
+    run = load(sets=("batch.buckets=[128]", "batch.size=3", "batch.dtype=bfloat16", "data.source=a.jsonl"))
+    applied = config.apply(run, spec())
+    assert [case.id for case in applied.axes.cases().planned] == [
+        "bucket=128 anchors=8 batch=3 layout=padded dtype=bfloat16"
+    ]
+    assert applied.data.source == "a.jsonl"
+    assert applied.data.too_long == spec().data.too_long
+
+
+def test_a_bucket_without_room_for_anchors_is_refused() -> None:
+    with pytest.raises(InputError, match="`6` with at least `4` anchors"):
+        config.apply(load(sets=("batch.buckets=[6, 64]",)), spec())
+
+
+def test_several_packed_rows_are_refused() -> None:
+    with pytest.raises(InputError, match="a packed batch is one row"):
+        config.apply(load(sets=("batch.layout=packed", "batch.size=2")), spec())
