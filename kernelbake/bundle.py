@@ -22,6 +22,7 @@ from kernelbake import __version__, archive, consistency, digest, verify
 from kernelbake.errors import BuildError, InputError
 from kernelbake.fingerprint import Fingerprint
 from kernelbake.keys import Kernel, Specialization
+from kernelbake.members import HEADER, INDEX
 from kernelbake.plan import Choice, Inventory, Plan
 from kernelbake.rules import FORMAT, ViolationsError
 
@@ -165,7 +166,7 @@ class Bundle:
     @functools.cached_property
     def record(self) -> tuple[dict[str, Any], ...]:
         """The outcome of every candidate."""
-        return tuple(line for _, line in consistency.record_lines(self._sound.content("record.jsonl")))
+        return tuple(consistency.record_lines(self._sound.content("record.jsonl")))
 
     @functools.cached_property
     def libs(self) -> Mapping[str, bytes]:
@@ -280,7 +281,7 @@ def _members(contents: Contents, time: int) -> tuple[list[tuple[str, bytes]], st
     index = digest.canonical_json({"about": verify.about_digest(header), "members": listed})
     header["bundle_digest"] = digest.of_bytes(index)
     header["header_digest"] = verify.header_digest(header)
-    first = [(verify.HEADER, digest.canonical_json(header)), (verify.INDEX, index)]
+    first = [(HEADER, digest.canonical_json(header)), (INDEX, index)]
     return [*first, *sorted(files.items())], str(header["bundle_digest"])
 
 

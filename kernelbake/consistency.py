@@ -1,4 +1,4 @@
-"""Whether the contents of a sound archive mean something and agree with each other (MUST 21 to 43).
+"""Whether the contents of a sound archive mean something and agree with each other (MUST 21 to 44).
 
 The bytes were checked before (``verify.inspect``), so what is found here is not damage: it is a bundle that says two
 different things, or one that was put together from parts of others.
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kernelbake import digest, documents, elf, fingerprint
 from kernelbake.fingerprint import Fingerprint
+from kernelbake.outcome import OK
 from kernelbake.plan import Choice, Launch, Plan
 from kernelbake.profiles import DeviceProfile
 from kernelbake.rules import Findings, Rule
@@ -29,12 +30,14 @@ class Documents:
     Args:
         resolved: the manifest after defaults and model configuration were filled in.
         fingerprint, plan, choices: theirs.
+        proven: kernel, key and config of every candidate whose outcome was ``ok``, as canonical JSON.
     """
 
     resolved: Mapping[str, Any]
     fingerprint: Fingerprint
     plan: Plan
     choices: tuple[Choice, ...]
+    proven: frozenset[bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,7 @@ def check(sound: Sound, path: Path | str) -> Documents:
     _check_winners(parsed, entries, findings)
     _check_planned(sound, parsed, findings)
     _check_made(sound, parsed, entries, findings)
-    _check_profile(parsed, findings)
+    _check_profile(sound, parsed, findings)
     _check_sources(parsed, findings)
     _check_counts(sound, parsed, entries, findings)
     findings.raise_if_any(path)
@@ -126,11 +129,11 @@ def _documents(sound: Sound, findings: Findings) -> Documents | None:
     )  # MUST 22
     plan = _read(sound, "plan.json", documents.PLAN, _plan, Rule.PLAN, findings)  # MUST 23
     choices = _read(sound, "choices.json", documents.CHOICES, _choices, Rule.CHOICES, findings)  # MUST 24
-    _check_record(sound, findings)  # MUST 25
+    proven = _proven(sound, findings)  # MUST 25
     if resolved is None or facts is None or plan is None or choices is None:
         return None
     _check_fingerprint(sound, facts, findings)
-    return Documents(resolved, facts, plan, choices)
+    return Documents(resolved, facts, plan, choices, proven)
 
 
 def _plan(data: Any) -> Plan:
@@ -156,8 +159,8 @@ def _choices(data: Any) -> tuple[Choice, ...]:
     return choices
 
 
-def record_lines(content: memoryview) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines of ``record.jsonl`` with their numbers from 1.
+def record_lines(content: memoryview) -> Iterator[dict[str, Any]]:
+    """The lines of ``record.jsonl``, one after another.
 
     Raises:
         ValueError: a line is no canonical JSON object; the text begins with its number.
@@ -170,20 +173,25 @@ def record_lines(content: memoryview) -> Iterator[tuple[int, dict[str, Any]]]:
             data = documents.parse(line, max_values=100_000)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}; wanted canonical JSON") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"line {number}: no object; wanted one")
-        yield number, data
+        for path, message in documents.RECORD_LINE.check(data)[:1]:
+            raise ValueError(f"line {number} {path}: {message}")
+        yield data
 
 
-def _check_record(sound: Sound, findings: Findings) -> None:
+def _proven(sound: Sound, findings: Findings) -> frozenset[bytes]:
+    number, proven = 0, set[bytes]()
     try:
-        number = sum(1 for _ in record_lines(sound.content("record.jsonl")))
+        for line in record_lines(sound.content("record.jsonl")):
+            number += 1
+            if line["outcome"] == OK:
+                proven.add(digest.canonical_json([line["kernel"], line["key"], line["config"]]))
     except ValueError as error:
         findings.add(Rule.RECORD, "`record.jsonl`", str(error))
-        return
+        return frozenset()
     claimed = sound.header["counts"]["record"]
     if number != claimed:
         findings.add(Rule.COUNTS, "`bundle.json`", f"{claimed} record; found {number}")
+    return frozenset(proven)
 
 
 def _check_fingerprint(sound: Sound, facts: Fingerprint, findings: Findings) -> None:
@@ -370,12 +378,12 @@ def _compiled_for(name: str, value: int, compiled: Any) -> bool:
 
 
 def _check_planned(sound: Sound, parsed: Documents, findings: Findings) -> None:
-    """MUST 37 to 39: one choice for each planned launch, a candidate as its winner, an entry for each variant."""
+    """MUST 37 to 40: one choice for each planned launch, a candidate as its winner, an entry for each variant."""
     choices = {choice.id: choice for choice in parsed.choices}
     for launch in parsed.plan.launches:
         choice = choices.pop(launch.id, None)
         if choice is not None:
-            _check_choice(launch, choice, findings)
+            _check_choice(launch, choice, parsed.proven, findings)
         elif sound.header["made"] != "compiled-only":
             findings.add(Rule.PLANNED_CHOSEN, f"`plan.json` {launch}", "no choice for it; wanted one")
     for choice in choices.values():
@@ -383,12 +391,16 @@ def _check_planned(sound: Sound, parsed: Documents, findings: Findings) -> None:
         findings.add(Rule.PLANNED_CHOSEN, place, "the plan has no such launch; wanted only planned ones")
 
 
-def _check_choice(launch: Launch, choice: Choice, findings: Findings) -> None:
+def _check_choice(launch: Launch, choice: Choice, proven: frozenset[bytes], findings: Findings) -> None:
     place = f"`choices.json` {launch}"
     if choice.winner not in launch.candidates:
         message = f"the winner `{choice.winner}` is no candidate of the plan; wanted one of {len(launch.candidates)}"
         findings.add(Rule.WINNER_CANDIDATE, place, message)
         return
+    key = launch.key.to_json() if launch.key else None
+    if digest.canonical_json([launch.kernel.to_json(), key, choice.winner.to_json()]) not in proven:
+        message = f"no line of the record says that the winner `{choice.winner}` is ok; wanted one"
+        findings.add(Rule.WINNER_RECORDED, place, message)
     index = launch.candidates.index(choice.winner)
     wanted = {variant.specializations[index].token for variant in launch.variants}
     if wanted != choice.entries.keys():
@@ -401,7 +413,7 @@ def _check_choice(launch: Launch, choice: Choice, findings: Findings) -> None:
 
 
 def _check_made(sound: Sound, parsed: Documents, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 40: a bundle made by the interpreter has no code and one made for a GPU has nothing else."""
+    """MUST 41: a bundle made by the interpreter has no code and one made for a GPU has nothing else."""
     made, backend = sound.header["made"], parsed.fingerprint["gpu.backend"]
     interpreted = made == "interpreted"
     if interpreted != (backend == "interpreter"):
@@ -417,9 +429,13 @@ def _check_made(sound: Sound, parsed: Documents, entries: Mapping[str, Described
             findings.add(Rule.MADE, place, message)
 
 
-def _check_profile(parsed: Documents, findings: Findings) -> None:
-    """MUST 41: the plan was made for the GPU of the fingerprint."""
+def _check_profile(sound: Sound, parsed: Documents, findings: Findings) -> None:
+    """MUST 42: the plan and the header are about the GPU and the build of the fingerprint."""
     profile, facts = parsed.plan.profile, parsed.fingerprint
+    line_info = facts.get("build.line_info")
+    if line_info is not None and line_info != sound.header["line_info"]:
+        message = f"`build.line_info` is `{line_info}`, and another in the header; wanted the same"
+        findings.add(Rule.PROFILE, "`fingerprint.json`", message)
     wanted = {
         "gpu.backend": profile["backend"],
         "gpu.capability": fingerprint.capability(*profile["capability"]),
@@ -434,7 +450,7 @@ def _check_profile(parsed: Documents, findings: Findings) -> None:
 
 
 def _check_sources(parsed: Documents, findings: Findings) -> None:
-    """MUST 42: every kernel that is launched has its facts, and the fingerprint is of those facts."""
+    """MUST 43: every kernel that is launched has its facts, and the fingerprint is of those facts."""
     facts = parsed.plan.kernels
     for name, kernel in facts.items():
         if kernel.kernel.name != name:
@@ -460,7 +476,7 @@ def counts(plan: Plan, num_choices: int, num_entries: int, num_libs: int, num_re
 
 
 def _check_counts(sound: Sound, parsed: Documents, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 43."""
+    """MUST 44."""
     claimed = sound.header["counts"]
     libs = sum(name.startswith("lib/") for name in sound.spans)
     found = counts(parsed.plan, len(parsed.choices), len(entries), libs, claimed["record"])

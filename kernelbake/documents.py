@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from kernelbake import digest, fingerprint, keys
+from kernelbake.outcome import OK, Reason
 
 MAX_DEPTH = 32
 """Deepest nesting of a document."""
@@ -311,7 +312,11 @@ CHOICES = listing(
         }
     )
 )
-RECORD_LINE = OBJECT
+OUTCOMES = (OK, *(reason.value for reason in Reason))
+RECORD_LINE = fields(
+    {"kernel": KERNEL, "key": optional(KEY), "config": CONFIG, "outcome": literal(*OUTCOMES)},
+    others=True,
+)
 _METADATA = fields(
     {
         "name": WORD,

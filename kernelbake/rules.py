@@ -56,11 +56,12 @@ class Rule(enum.IntEnum):
     WINNER_OPTIONS = 36
     PLANNED_CHOSEN = 37
     WINNER_CANDIDATE = 38
-    SPECIALIZATIONS = 39
-    MADE = 40
-    PROFILE = 41
-    SOURCES = 42
-    COUNTS = 43
+    WINNER_RECORDED = 39
+    SPECIALIZATIONS = 40
+    MADE = 41
+    PROFILE = 42
+    SOURCES = 43
+    COUNTS = 44
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import mmap
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,58 +21,23 @@ from typing import Any
 
 from kernelbake import archive, digest, documents
 from kernelbake.archive import BLOCK, TRAILER, Member
+from kernelbake.describe import compare_header, describe
 from kernelbake.errors import InputError
-from kernelbake.rules import FORMAT, MAX_VIOLATIONS, Findings, Rule
-
-HEADER, INDEX = "bundle.json", "index.json"
-DOCUMENTS = (
-    "choices.json",
-    "fingerprint.json",
-    "manifest.resolved.json",
-    "manifest.yaml",
-    "plan.json",
-    "record.jsonl",
+from kernelbake.members import (
+    DOCUMENTS,
+    HEADER,
+    INDEX,
+    MAX_BYTES,
+    MAX_MEMBER_BYTES,
+    MAX_MEMBERS,
+    MIB,
+    Source,
+    Span,
+    limit_of,
 )
-"""The members that every bundle has beside its header and index, sorted."""
+from kernelbake.rules import FORMAT, Findings, Rule
 
-MIB = 1 << 20
-MAX_BYTES = 4 << 30
-"""Longest bundle."""
-MAX_MEMBERS = 65_536
-"""Most members that an index may list."""
-MAX_MEMBER_BYTES: Mapping[str, int] = {
-    HEADER: MIB // 16,
-    INDEX: 16 * MIB,
-    "choices.json": 64 * MIB,
-    "fingerprint.json": MIB,
-    "manifest.resolved.json": 4 * MIB,
-    "manifest.yaml": 4 * MIB,
-    "plan.json": 64 * MIB,
-    "record.jsonl": 512 * MIB,
-    "kernel.json": 4 * MIB,
-    "kernel.cubin": 64 * MIB,
-    ".so": 64 * MIB,
-}
-"""Largest member, by name or by the end of its name."""
-
-_ENTRY_NAME = re.compile(r"kernels/[0-9a-f]{64}/kernel\.(cubin|json)")
-_LIB_NAME = re.compile(r"lib/[0-9a-f]{64}\.so")
 _READ_BYTES = 8 * MIB
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Where a member's content lies.
-
-    Args:
-        offset: of its first byte in the file.
-        size: its length in bytes.
-        digest: of its content.
-    """
-
-    offset: int
-    size: int
-    digest: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,27 +58,6 @@ class Sound:
         """The bytes of a member."""
         span = self.spans[name]
         return self.data[span.offset : span.offset + span.size]
-
-
-class Source:
-    """An open file that is read by position, so that nothing else can move it."""
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.descriptor, self.size = descriptor, size
-
-    def at(self, offset: int, length: int) -> bytes:
-        """The bytes at a place; fewer where the file ends."""
-        return os.pread(self.descriptor, length, offset)
-
-    def into(self, target: memoryview, offset: int) -> int:
-        """Fills the target from a place; returns how many bytes there were."""
-        done = 0
-        while done < len(target):
-            count = os.preadv(self.descriptor, [target[done:]], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
 
 
 @contextlib.contextmanager
@@ -201,7 +144,7 @@ def inspect(path: Path) -> Sound:
             message = f"{source.size} bytes; wanted {expected}, as the index says"
             findings.add(Rule.TRAILER, "file", message)
         if not clean:
-            _describe(source, spans, header["time"], findings)
+            describe(source, spans, header["time"], findings)
         findings.raise_if_any(path)
     return Sound(header, data.toreadonly(), spans)
 
@@ -253,7 +196,7 @@ def _header(source: Source, findings: Findings, path: Path) -> tuple[dict[str, A
     if header["header_digest"] != header_digest(header):
         findings.add(Rule.HEADER_DIGEST, f"`{HEADER}`", "its digest is not that of its fields; wanted the same")
     wanted = archive.header(HEADER, len(content), min(header["time"], archive.MAX_TIME))
-    _compare_header(block, wanted, HEADER, findings)
+    compare_header(block, wanted, HEADER, findings)
     findings.raise_if_any(path)
     return header, len(content)
 
@@ -274,7 +217,7 @@ def _index(source: Source, offset: int, header: Mapping[str, Any], findings: Fin
     if digest.of_bytes(content) != header["bundle_digest"]:
         findings.add(Rule.BUNDLE_DIGEST, f"`{INDEX}`", "its digest is not the one in the header; wanted the same")
         findings.raise_if_any(path)
-    _compare_header(block, archive.header(INDEX, len(content), header["time"]), INDEX, findings)
+    compare_header(block, archive.header(INDEX, len(content), header["time"]), INDEX, findings)
     index = _json(content, INDEX, findings, path, 4 * MAX_MEMBERS)
     for inner, message in documents.INDEX.check(index):
         findings.add(Rule.INDEX_FIELDS, f"`{INDEX}` {inner}".rstrip(), message)
@@ -300,15 +243,6 @@ def _check_members(members: Mapping[str, tuple[int, str]], findings: Findings) -
     for name in DOCUMENTS:
         if name not in members:
             findings.add(Rule.LISTED, f"`{INDEX}`", f"no member `{name}`; wanted one")
-
-
-def limit_of(name: str) -> int | None:
-    """The largest size of a member of this name, in bytes; None where the format has no such name."""
-    if name in (HEADER, INDEX, *DOCUMENTS):
-        return MAX_MEMBER_BYTES[name]
-    if _ENTRY_NAME.fullmatch(name):
-        return MAX_MEMBER_BYTES[name.rsplit("/", 1)[1]]
-    return MAX_MEMBER_BYTES[".so"] if _LIB_NAME.fullmatch(name) else None
 
 
 def _layout(header_size: int, index: Mapping[str, Any]) -> dict[str, Span]:
@@ -389,116 +323,3 @@ def _load_batch(source: Source, data: memoryview, batch: list[tuple[str, Span]],
         if span.digest and hashlib.sha256(data[span.offset : stop]).hexdigest() != span.digest[len(digest.PREFIX) :]:
             damaged.append(name)
     return clean, damaged
-
-
-# ---------------------------------------------------------------------------------------------- what is wrong with it
-
-
-def _compare_header(block: bytes, wanted: bytes, name: str, findings: Findings) -> None:
-    fields = archive.differing_fields(block, wanted)
-    if fields:
-        message = f"its header differs in {', '.join(fields)}; wanted the canonical one"
-        findings.add(Rule.HEADER_BYTES, f"`{name}`", message)
-
-
-def _describe(source: Source, spans: Mapping[str, Span], time: int, findings: Findings) -> None:
-    """Says how a file that is not the canonical archive differs from it (MUST 4 to 10, 18 and 19)."""
-    walk = _Walk(source, spans, time, findings)
-    while walk.step():
-        pass
-    walk.finish()
-
-
-class _Walk:
-    """Goes from header to header of a file that is known to be wrong."""
-
-    def __init__(self, source: Source, spans: Mapping[str, Span], time: int, findings: Findings) -> None:
-        self.source, self.spans, self.time, self.findings = source, spans, time, findings
-        self.offset = 0
-        self.seen: list[str] = []
-        self.known: set[str] = set()
-
-    def step(self) -> bool:
-        """Describes the member at the offset and goes to the next; False at the end."""
-        block = self.source.at(self.offset, BLOCK)
-        if len(block) < BLOCK:
-            self._stop(f"the file ends at byte {self.source.size} without a trailer; wanted two zero blocks")
-            return False
-        if not any(block):
-            self._check_trailer()
-            return False
-        found = archive.parse(block)
-        if not found.intact or found.size is None:
-            return self._step_over_damage()
-        self._check_member(found)
-        span = self.spans.get(found.name)
-        if span is not None and found.name not in self.known:
-            self._check_listed(block, found, span)
-        self.seen.append(found.name)
-        self.known.add(found.name)
-        self.offset += BLOCK + archive.padded(found.size)
-        if self.offset > self.source.size:
-            message = f"the file ends inside it, after {self.source.size} bytes; wanted all of it"
-            self.findings.add(Rule.TRAILER, f"`{found.name:.100}`", message)
-            return False
-        return not self.findings.full and len(self.seen) < len(self.spans) + MAX_VIOLATIONS
-
-    def _step_over_damage(self) -> bool:
-        """A damaged header: named by the member that belongs here, if one does, and passed over."""
-        for name, span in self.spans.items():
-            if span.offset == self.offset + BLOCK:
-                wanted = archive.header(name, span.size, self.time)
-                _compare_header(self.source.at(self.offset, BLOCK), wanted, name, self.findings)
-                self.seen.append(name)
-                self.known.add(name)
-                self.offset = span.offset + archive.padded(span.size)
-                return True
-        message = "no header of a member; wanted one, or the trailer of two zero blocks"
-        self.findings.add(Rule.HEADER_BYTES, f"byte {self.offset}", message)
-        return False
-
-    def _check_member(self, found: archive.Found) -> None:
-        place = f"`{found.name:.100}`"
-        if found.kind is not None:
-            self.findings.add(Rule.MEMBER_TYPE, place, f"{found.kind}; wanted a regular file")
-        if limit_of(found.name) is None:
-            self.findings.add(Rule.MEMBER_NAME, place, "no name that the format knows; wanted one that it does")
-        if found.name in self.known:
-            self.findings.add(Rule.UNIQUE, place, "a second member of this name; wanted one")
-        elif found.name not in self.spans:
-            self.findings.add(Rule.LISTED, place, "a member that the index does not list; wanted only listed ones")
-
-    def _check_listed(self, block: bytes, found: archive.Found, span: Span) -> None:
-        place = f"`{found.name}`"
-        if found.size != span.size:
-            self.findings.add(Rule.SIZE, place, f"{found.size} bytes; wanted {span.size}, as the index says")
-            return
-        _compare_header(block, archive.header(found.name, span.size, self.time), found.name, self.findings)
-        padding = -span.size % BLOCK
-        stop = self.offset + BLOCK + span.size
-        if self.source.at(stop, padding).strip(b"\0"):
-            self.findings.add(Rule.PADDING, place, f"padding after byte {stop} that is not zero; wanted zeros")
-
-    def _check_trailer(self) -> None:
-        rest = self.source.size - self.offset
-        if rest != len(TRAILER) or self.source.at(self.offset, rest) != TRAILER:
-            self._stop(f"{rest} bytes after the last member; wanted two zero blocks and the end of the file")
-
-    def _stop(self, message: str) -> None:
-        self.findings.add(Rule.TRAILER, f"byte {self.offset}", message)
-
-    def finish(self) -> None:
-        """What is missing and what stands in another order."""
-        wanted = list(self.spans)
-        for name in wanted:
-            if name not in self.known:
-                self.findings.add(
-                    Rule.LISTED, f"`{name}`", "listed in the index, not found in the archive; wanted both"
-                )
-        listed = [name for name in self.seen if name in self.spans]
-        for mine, other in zip(listed, (name for name in wanted if name in self.known), strict=False):
-            if mine != other:
-                self.findings.add(Rule.ORDER, f"`{mine}`", f"it stands where `{other}` belongs; wanted sorted members")
-                break
-        if not self.findings:
-            self.findings.add(Rule.HEADER_BYTES, "file", "not the canonical archive of its index; wanted that")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kernelbake import consistency, documents, fingerprint, rules, verify
+from kernelbake import consistency, describe, documents, fingerprint, members, rules, verify
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "bundle-format.md").read_text()
@@ -27,16 +27,17 @@ def _first_use(module) -> list[int]:
     return list(dict.fromkeys(int(number) for number in numbers))
 
 
-@pytest.mark.parametrize(("module", "first", "last"), [(verify, 1, 20), (consistency, 21, 43)])
-def test_every_rule_is_checked_in_its_module(module, first, last):
+@pytest.mark.parametrize(("modules", "first", "last"), [((verify, describe), 1, 20), ((consistency,), 21, 44)])
+def test_every_rule_is_checked_in_its_module(modules, first, last):
     used = {
         node.attr
+        for module in modules
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Rule"
     }
     wanted = {rule.name for rule in rules.Rule if first <= rule <= last}
     assert wanted <= used
-    assert used <= wanted | ({"STRICT_JSON"} if module is consistency else set())
+    assert used <= wanted | ({"STRICT_JSON"} if consistency in modules else set())
 
 
 def test_the_checks_of_meaning_stand_in_the_order_of_the_document():
@@ -48,11 +49,11 @@ def test_document_and_code_agree_on_bounds_and_fields():
     for name, cls in fingerprint.FIELDS.items():
         row = next(line for line in DOCUMENT.splitlines() if line.startswith("| ") and f"`{name}`" in line)
         assert row.split("|")[2].strip() == cls.value
-    assert f"{verify.MAX_MEMBERS:,}".replace(",", " ") in DOCUMENT
-    assert f"{verify.MAX_BYTES // 512:,}".replace(",", " ") in DOCUMENT
+    assert f"{members.MAX_MEMBERS:,}".replace(",", " ") in DOCUMENT
+    assert f"{members.MAX_BYTES // 512:,}".replace(",", " ") in DOCUMENT
     assert f"{documents.MAX_VALUES:,}".replace(",", " ") in DOCUMENT
     assert f"at most {documents.MAX_DEPTH}" in DOCUMENT
-    for name in verify.DOCUMENTS:
+    for name in members.DOCUMENTS:
         assert f"`{name}`" in DOCUMENT
 
 
@@ -67,8 +68,8 @@ def _imported(path: Path) -> set[str]:
 
 def test_nothing_reads_a_bundle_but_the_reader():
     """Only `bundle` calls the stages of the reader, and nothing in the product unpacks an archive in another way."""
-    stages = {"kernelbake.verify", "kernelbake.consistency", "kernelbake.archive"}
-    own = {"verify.py", "consistency.py", "bundle.py"}
+    stages = {f"kernelbake.{name}" for name in ("verify", "consistency", "describe", "archive", "members")}
+    own = {"verify.py", "consistency.py", "describe.py", "bundle.py"}
     paths = [*(ROOT / "kernelbake").glob("*.py"), *(ROOT / "dflash").rglob("*.py")]
     for path in paths:
         imported = _imported(path)

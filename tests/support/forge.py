@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kernelbake import archive, consistency, digest, verify
+from kernelbake.members import HEADER, INDEX
 
 Headers = Callable[[str, bytes], bytes]
 
@@ -57,8 +58,8 @@ class Forged:
             assert found.size is not None
             members[found.name] = data[offset + 512 : offset + 512 + found.size]
             offset += 512 + archive.padded(found.size)
-        head = json.loads(members.pop(verify.HEADER))
-        del members[verify.INDEX], head["bundle_digest"], head["header_digest"]
+        head = json.loads(members.pop(HEADER))
+        del members[INDEX], head["bundle_digest"], head["header_digest"]
         return cls(head, members)
 
     def copy(self) -> Forged:
@@ -113,7 +114,7 @@ class Forged:
         whole.setdefault("bundle_digest", digest.of_bytes(raw_index))
         if seal:
             whole["header_digest"] = verify.header_digest(whole)
-        first = [(verify.HEADER, digest.canonical_json(whole)), (verify.INDEX, raw_index)]
+        first = [(HEADER, digest.canonical_json(whole)), (INDEX, raw_index)]
         return [*first, *sorted(self.files.items())]
 
     def data(self, **options: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Hostile bundles whose every byte and digest is right, and which still say two different things (MUST 21 to 43)."""
+"""Hostile bundles whose every byte and digest is right, and which still say two different things (MUST 21 to 44)."""
 
 from __future__ import annotations
 
@@ -150,8 +150,10 @@ def _(forged: Forged) -> None:
 
 
 for _what, _line in {
-    "a last line without end": b'{"a":1}',
+    "a last line without end": b"{}",
     "a line that is no object": b"[1]\n",
+    "a line without kernel": b'{"config":{"meta":[]},"key":null,"outcome":"ok"}\n',
+    "an unknown outcome": b'{"config":{"meta":[]},"kernel":"a:b","key":null,"outcome":"great"}\n',
     "an empty line": b"\n",
     "NaN": b'{"median_ms":NaN}\n',
     "Infinity": b'{"median_ms":Infinity}\n',
@@ -312,7 +314,7 @@ def _(forged: Forged) -> bytes:
     return other.data()
 
 
-# ---------------------------------------------------------------------------------------------- MUST 34 to 39
+# ---------------------------------------------------------------------------------------------- MUST 34 to 40
 
 
 @attack("an entry that is not there", Rule.CHOICE_ENTRIES, place="choices.json")
@@ -413,6 +415,18 @@ def _(forged: Forged) -> None:
     forged.put("choices.json", choices)
 
 
+@attack("a winner that was rejected", Rule.WINNER_RECORDED, place="choices.json")
+def _(forged: Forged) -> None:
+    forged.files["record.jsonl"] = forged.files["record.jsonl"].replace(b'"outcome":"ok"', b'"outcome":"timeout"')
+
+
+@attack("a winner that was never tried", Rule.WINNER_RECORDED, place="no line of the record")
+def _(forged: Forged) -> None:
+    lines = forged.files["record.jsonl"].splitlines(keepends=True)
+    forged.files["record.jsonl"] = b"".join(lines[2:])
+    forged.header["counts"]["record"] -= 2
+
+
 @attack("a planned variant without an entry", Rule.SPECIALIZATIONS, Rule.ENTRY_CHOICES, place="1 planned")
 def _(forged: Forged) -> None:
     choices = forged.document("choices.json")
@@ -428,7 +442,7 @@ def _(forged: Forged) -> None:
     forged.put("choices.json", choices)
 
 
-# ---------------------------------------------------------------------------------------------- MUST 40 to 43
+# ---------------------------------------------------------------------------------------------- MUST 41 to 44
 
 
 @attack("code in a bundle of the interpreter", Rule.MADE, place="interpreted")
@@ -458,6 +472,7 @@ _field("gpu.device", "NVIDIA H100 80GB HBM3", rule=Rule.PROFILE)
 _field("gpu.device", "NVIDIA H200 ", rule=Rule.PROFILE)
 _field("gpu.sm_count", 131, rule=Rule.PROFILE)
 _field("gpu.shared_memory_bytes", 232_447, rule=Rule.PROFILE)
+_field("build.line_info", True, rule=Rule.PROFILE)
 _field("kernel.sources", "sha256:" + "0" * 64, rule=Rule.SOURCES)
 _document(
     "plan: facts of another kernel",

@@ -134,7 +134,13 @@ def contents(
     all_facts = {kernel.name: facts(kernel) for kernel in kernels}
     plan = Plan(device.to_json(), {"python": "3.11.7"}, {"conv": "triton"}, cases, (), all_facts, launches)
     record = tuple(
-        {"kernel": item.kernel.name, "config": config.to_json(), "outcome": "ok", "samples_ms": [0.5, 0.25]}
+        {
+            "kernel": item.kernel.to_json(),
+            "key": item.key.to_json() if item.key else None,
+            "config": config.to_json(),
+            "outcome": "ok",
+            "samples_ms": [0.5, 0.25],
+        }
         for item in launches
         for config in item.candidates
     )
