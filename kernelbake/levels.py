@@ -11,11 +11,11 @@ import ctypes
 import dataclasses
 import enum
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernelbake import bundle, fingerprint, inspect, profiles
+from kernelbake import bundle, fingerprint, host, inspect, profiles
 from kernelbake.errors import InputError, KernelbakeError, MisfitError
 from kernelbake.fingerprint import Fingerprint
 
@@ -173,45 +173,43 @@ def _signature(path: Path, request: Request) -> Level:
 
 def _fit(held: Bundle, request: Request) -> Level:
     if request.gpu_target is not None:
-        return _compared(held, _named(request.gpu_target, request.device), request.device or request.gpu_target)
+        return _compared(held, {request.device or request.gpu_target: _named(request.gpu_target, request.device)})
     if held.made == "interpreted":
-        return _compared(held, _installed(), "Triton's interpreter here")
+        return _compared(held, {"Triton's interpreter": _installed()})
     count = gpu_count()
     if count == 0:
         return Level("fit", Outcome.UNCHECKED, "no GPU here; use `--for sm_120 --device NAME` to compare with one")
-    from kernelbake import host
+    return _compared(held, {f"cuda:{index}": _here(index) for index in range(count)})
 
-    kernels = list(held.plan.kernels.values())
-    reasons: list[str] = []
-    for index in range(count):
-        here = host.fingerprint(index, kernels, build=False)
-        differences = fingerprint.compare(held.fingerprint, here)
-        reasons += [f"cuda:{index} {difference}" for difference in differences if difference.refuses]
+
+def _compared(held: Bundle, places: Mapping[str, Fingerprint]) -> Level:
+    """Compares with every place the fields known of it, and says which enforced ones are not known."""
+    reasons = []
+    for place, here in places.items():
+        known = Fingerprint(tuple(field for field in held.fingerprint.fields if field.name in here))
+        differences = [item for item in fingerprint.compare(known, here) if item.refuses]
+        prefix = f"{place} " if len(places) > 1 else ""
+        reasons += [f"{prefix}{difference}" for difference in differences]
     if reasons:
-        raise _misfit(held, reasons)
-    gpus = "the GPU here" if count == 1 else f"each of the {count} GPUs here"
-    return _proved("fit", f"every enforced field agrees with {gpus}")
+        count = "1 difference" if len(reasons) == 1 else f"{len(reasons)} differences"
+        raise MisfitError(
+            f"bundle {held.name}: {count} from what it was made for; wanted none",
+            reasons=reasons,
+            hint="build a bundle for this GPU and these versions",
+        )
+    refusing = (fingerprint.FieldClass.ENFORCED, fingerprint.FieldClass.FLOOR)
+    decisive = [field.name for field in held.fingerprint.fields if field.cls in refusing]
+    known_names = {field.name for here in places.values() for field in here.fields}
+    agreeing = ", ".join(name for name in decisive if name in known_names)
+    left = ", ".join(name for name in decisive if name not in known_names)
+    rest = f"; left for the start of a run: {left}" if left else ""
+    return _proved("fit", f"{' and '.join(places)}: {agreeing} agree{rest}")
 
 
-def _compared(held: Bundle, here: Fingerprint, what: str) -> Level:
-    """Compares the fields that ``here`` knows, and says which enforced ones it does not."""
-    known = Fingerprint(tuple(field for field in held.fingerprint.fields if field.name in here))
-    differences = [str(difference) for difference in fingerprint.compare(known, here) if difference.refuses]
-    if differences:
-        raise _misfit(held, differences)
-    enforced = [field for field in held.fingerprint.fields if field.cls is fingerprint.FieldClass.ENFORCED]
-    left = ", ".join(field.name for field in enforced if field.name not in here)
-    rest = f"; compared when a run starts: {left}" if left else ""
-    return _proved("fit", f"{', '.join(field.name for field in here.fields)} agree with {what}{rest}")
-
-
-def _misfit(held: Bundle, reasons: list[str]) -> MisfitError:
-    count = "1 difference" if len(reasons) == 1 else f"{len(reasons)} differences"
-    return MisfitError(
-        f"bundle {held.name}: {count} from what it was made for; wanted none",
-        reasons=reasons,
-        hint="build a bundle for this GPU and these versions",
-    )
+def _here(index: int) -> Fingerprint:
+    """What this process knows of a GPU here, but for the kernels' sources, which ``--replan`` or a run looks at."""
+    found = host.fingerprint(index, (), build=False)
+    return Fingerprint(tuple(field for field in found.fields if field.name != "kernel.sources"))
 
 
 def _named(gpu_target: str, device: str | None) -> Fingerprint:
@@ -224,15 +222,7 @@ def _named(gpu_target: str, device: str | None) -> Fingerprint:
     for profile in known:
         named = gpu_target == profile.id and device in (None, profile.name)
         if named or (gpu_target == profile.gpu_target and device == profile.name):
-            return Fingerprint.of(
-                {
-                    "gpu.backend": profile.backend,
-                    "gpu.capability": fingerprint.capability(*profile.capability),
-                    "gpu.device": profile.name,
-                    "gpu.sm_count": profile.sm_count,
-                    "gpu.shared_memory_bytes": profile.shared_memory_bytes,
-                }
-            )
+            return Fingerprint.of(host.gpu_fields(profile))
     digits = gpu_target.removeprefix("sm_").removesuffix("a")
     if not (gpu_target.startswith("sm_") and digits.isascii() and digits.isdigit() and 2 <= len(digits) <= 3):
         ids = ", ".join(f"`{profile.id}`" for profile in known)
@@ -290,8 +280,10 @@ def _is_own(held: Bundle, name: str | None) -> bool:
 
 
 def _device(held: Bundle) -> Level:
+    if held.made == "interpreted":
+        return Level("device", Outcome.UNCHECKED, "the interpreter made this bundle; it holds no binary to load")
     from kernelbake import freeze
 
-    with freeze.freeze(held) as frozen:
-        loaded = frozen.counters.loads
-    return _proved("device", f"{loaded} binaries were loaded on the GPU here")
+    with freeze.freeze(held, devices=range(gpu_count())) as frozen:
+        loaded, seconds = frozen.counters.loads, sum(frozen.seconds.values())
+    return _proved("device", f"{loaded} binaries were loaded on {gpu_count()} GPUs in {seconds:.2f} s")

@@ -371,7 +371,7 @@ def explained(items: Sequence[Any], *, as_json: bool) -> None:
         for variant in item.variants:
             line(f"  binary   {variant}")
         for config, outcome, median in item.outcomes:
-            line(f"  tried    {config}: {f'{_ms(median)} ms' if outcome == 'ok' else outcome}")
+            line(f"  tried    {config}: {outcome if median is None else f'{_ms(median)} ms'}")
         if item.nearest is not None:
             key, differences = item.nearest
             line(f"  nearest  {key}; differs in {', '.join(differences)}")

@@ -41,14 +41,15 @@ def _same_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def contents() -> Contents:
     made = samples.contents()
-    rejected = {"kernel": made.record[0]["kernel"], "config": made.record[0]["config"], "outcome": "timeout"}
+    timed = [{**line, "median_ms": 0.5 + number / 16} for number, line in enumerate(made.record)]
+    rejected = {**made.record[1], "outcome": "timeout", "detail": "no answer in 30 s"}
     skipped = ((Case((("bucket", 512), ("batch", 9))), "more rows than the batch"),)
     plan = dataclasses.replace(
         made.plan,
         skipped=skipped,
         unbounded=(Unbounded(made.plan.launches[0].kernel, "T", (512, 1024), "bucket"),),
     )
-    return dataclasses.replace(made, record=(*made.record, rejected), plan=plan)
+    return dataclasses.replace(made, record=(timed[0], rejected, *timed[2:]), plan=plan)
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
