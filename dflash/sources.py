@@ -1,0 +1,207 @@
+"""Rows → numbered samples. Loads no torch.
+
+Each row is read and checked once, before training. What cannot be a sample is either *faulty* (the file is broken or no
+data of any known kind: refused, with every place) or *dropped* (a sample that cannot be used: counted by reason).
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash import anchors
+from dflash.anchors import Flags, Integers
+from dflash.chat import MALFORMED, NOT_SUPERVISED, ChatRenderer, Dropped, Tokenized, is_unicode
+from dflash.errors import DataError
+from dflash.rows import Broken, Row, Rows
+
+REFUSE, SKIP = "refuse", "skip"
+"""What happens to broken lines and records: refuse the file, or leave them out and count them."""
+
+BROKEN = "a broken line or record"
+_SHOWN = 50
+_AT_ONCE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty:
+    """A row that is no data of any known kind."""
+
+    why: str
+
+
+class Encoder:
+    """Rows → ids and mask: conversations, ``input_ids`` with ``loss_mask``, or ``text``.
+
+    Args:
+        encode: text → token ids.
+        chat: renders conversations; None where the tokenizer has no chat template.
+        vocab_size: of the target; ids must be below it.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], chat: ChatRenderer | None, vocab_size: int) -> None:
+        self._encode = encode
+        self._chat = chat
+        self._vocab_size = vocab_size
+
+    def __call__(self, rows: Sequence[Any]) -> list[Tokenized | Dropped | Faulty]:
+        """What each row gives, in their order."""
+        found: list[Tokenized | Dropped | Faulty | None] = [self._plain(row) for row in rows]
+        chats = [row for row, item in zip(rows, found, strict=True) if item is None]
+        rendered: Iterator[Tokenized | Dropped] = iter(self._chat.tokenize(chats) if self._chat and chats else ())
+        return [self._checked(next(rendered) if item is None else item) for item in found]
+
+    def _plain(self, row: Any) -> Tokenized | Dropped | Faulty | None:
+        """A row that needs no chat template; None for one that does."""
+        if not isinstance(row, Mapping):
+            return Faulty("wanted an object")
+        given = {name for name, value in row.items() if value is not None}
+        if "input_ids" in given:
+            return _pretokenized(row)
+        if given & {"messages", "conversations"}:
+            if self._chat is None:
+                return Faulty("a conversation, but there is no chat template; wanted `input_ids` or `text`")
+            return None
+        if isinstance(row.get("text"), str):
+            if not is_unicode(row["text"]):
+                return Dropped(MALFORMED, "half of a surrogate pair")
+            ids = self._encode(row["text"])
+            return Tokenized(ids, [index > 0 for index in range(len(ids))])
+        known = "`messages`, `conversations`, `input_ids` with `loss_mask`, or `text`"
+        return Faulty(f"has {sorted(map(str, row))}; wanted {known}")
+
+    def _checked(self, item: Tokenized | Dropped | Faulty) -> Tokenized | Dropped | Faulty:
+        if isinstance(item, Tokenized) and item.ids and not 0 <= min(item.ids) <= max(item.ids) < self._vocab_size:
+            return Faulty(f"an id outside the target's vocabulary of `{self._vocab_size}`")
+        return item
+
+
+def _pretokenized(row: Mapping[str, Any]) -> Tokenized | Faulty:
+    ids, mask = row["input_ids"], row.get("loss_mask")
+    if not isinstance(ids, list) or not isinstance(mask, list):
+        return Faulty("wanted `input_ids` and `loss_mask`, both as lists")
+    if len(ids) != len(mask):
+        return Faulty(f"`{len(ids)}` input_ids and `{len(mask)}` loss_mask; wanted as many")
+    if any(type(item) is not int for item in ids):
+        return Faulty("an input id that is no whole number")
+    if any(item not in (0, 1) for item in mask):
+        return Faulty("a loss_mask other than 0 and 1")
+    return Tokenized(ids, [bool(item) for item in mask])
+
+
+class RowSource:
+    """Samples of rows; implements ``data.Source``. A sample is rendered again whenever it is read.
+
+    Args:
+        rows: where they come from.
+        encoder: what makes samples of them.
+        longest: length of the largest bucket, in tokens.
+        truncate: whether longer samples are cut rather than dropped.
+        broken: ``refuse`` or ``skip``.
+
+    Attributes:
+        dropped: samples left out, by reason.
+        examples: reason → the first sample left out for it, for people.
+        num_tokens, num_supervised: of the samples that are used.
+
+    Raises:
+        DataError: faulty rows, all with their places; or no sample at all, with the reasons.
+    """
+
+    def __init__(
+        self, rows: Rows, encoder: Encoder, *, longest: int, truncate: bool = False, broken: str = REFUSE
+    ) -> None:
+        self.name = rows.name
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self.examples: dict[str, str] = {}
+        self.num_tokens = 0
+        self.num_supervised = 0
+        self._rows = rows
+        self._encoder = encoder
+        self._longest = longest
+        self._truncate = truncate
+        self._keys = array.array("q")
+        faults: list[str] = []
+        try:
+            for batch in _batches(rows):
+                self._scan(batch, faults, broken)
+        except OSError as error:
+            raise DataError(f"data: `{self.name}` cannot be read ({error.strerror})") from error
+        if faults:
+            raise _faulty(self.name, faults)
+        if not self._keys:
+            why = [f"{count} × {reason}{self._example(reason)}" for reason, count in self.dropped.items()]
+            raise DataError(f"data: `{self.name}` has no sample to train on", reasons=why)
+
+    def _scan(self, batch: Sequence[Row | Broken], faults: list[str], broken: str) -> None:
+        encoded = iter(self._encoder([row.data for row in batch if isinstance(row, Row)]))
+        for row in batch:
+            if isinstance(row, Broken):
+                if broken == SKIP:
+                    self._drop(Dropped(BROKEN, row.why), row.place)
+                else:
+                    faults.append(f"{row.place}: {row.why}")
+                continue
+            item = next(encoded)
+            if isinstance(item, Faulty):
+                faults.append(f"{row.place}: {item.why}")
+            elif isinstance(item, Dropped):
+                self._drop(item, row.place)
+            else:
+                self._add(item, row)
+
+    def _add(self, item: Tokenized, row: Row) -> None:
+        supervised = np.array(item.supervised[: self._longest], np.bool_)
+        if len(item.ids) > self._longest and not self._truncate:
+            self._drop(Dropped(f"longer than the largest bucket, {self._longest}"), row.place)
+        elif not any(item.supervised):
+            self._drop(Dropped(NOT_SUPERVISED), row.place)
+        elif not len(anchors.valid_positions(supervised)):
+            self._drop(Dropped("no supervised token that a block could draft"), row.place)
+        else:
+            self._keys.append(row.key)
+            self.num_tokens += len(supervised)
+            self.num_supervised += int(supervised.sum())
+
+    def _drop(self, item: Dropped, place: str) -> None:
+        self.dropped[item.reason] += 1
+        self.examples.setdefault(item.reason, f"{place}: {item.detail}".removesuffix(": "))
+
+    def _example(self, reason: str) -> str:
+        return f" ({self.examples[reason]})"
+
+    @property
+    def share(self) -> float:
+        """Share of the tokens that are supervised."""
+        return self.num_supervised / self.num_tokens
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def read(self, number: int) -> tuple[Integers, Flags]:
+        [item] = self._encoder([self._rows.at(self._keys[number])])
+        if not isinstance(item, Tokenized):
+            raise DataError(f"data: `{self.name}` has changed while it was in use, at sample `{number}`")
+        ids, supervised = np.array(item.ids, np.int64), np.array(item.supervised, np.bool_)
+        return ids[: self._longest], supervised[: self._longest]
+
+
+def _batches(rows: Rows) -> Iterator[list[Row | Broken]]:
+    batch: list[Row | Broken] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == _AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _faulty(name: str, faults: list[str]) -> DataError:
+    shown = [*faults[:_SHOWN], *([f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])]
+    return DataError(f"data: `{name}` has {len(faults)} faulty row{'s' if len(faults) > 1 else ''}", reasons=shown)
