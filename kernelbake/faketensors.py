@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ _CUDA = torch.device("cuda", 0)
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 _DEVICE_QUERY = torch.ops.prim.device.default
 """How torch's C++ code asks a tensor for its device; Python's ``tensor.device`` does not come this way."""
+_NAMED_AFTER = re.compile(r"^new_|_like$")
+"""Operations that make a tensor on the device of another one."""
 _EMPTY = frozenset(
     {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default}
 )
@@ -120,6 +123,7 @@ class ShadowMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.autocasts = False
+        self.moving = False
         self._awaiting_history: set[int] = set()
 
     @property
@@ -133,8 +137,10 @@ class ShadowMode(FakeTensorMode):
         kwargs = dict(kwargs or {})
         if func is _DEVICE_QUERY:
             return self.device_for_cpp(args[0])
-        if func is _aten._to_copy.default and _is_meta(kwargs.get("device")):
-            kwargs["device"] = _CUDA  # the borrowed guard calls the current device so
+        if func is _aten._to_copy.default and kwargs.get("device") is not None:
+            kwargs["device"] = self._destination(args[0], kwargs["device"])
+        elif _NAMED_AFTER.search(func._opname) and isinstance(args[0], FakeTensor) and "device" in kwargs:
+            kwargs["device"] = args[0].fake_device  # the default that C++ code filled in is what it believes
         tensors = _tensors(args, kwargs)
         self._adopt(tensors)
         if any(tag in _DYNAMIC for tag in func.tags) and func is not _aten.lift_fresh.default:
@@ -151,6 +157,12 @@ class ShadowMode(FakeTensorMode):
             recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             self._awaiting_history = {id(item) for item in _tensors((result,), {})} if recorded else set()
         return result
+
+    def _destination(self, tensor: torch.Tensor, device: torch.device) -> torch.device:
+        """Where a copy goes: C++ code names the CPU when it means the device that the tensor is on."""
+        if _is_meta(device):  # so does the borrowed guard call the current device
+            return _CUDA
+        return device if self.moving or not isinstance(tensor, FakeTensor) else tensor.fake_device
 
     def device_for_cpp(self, tensor: FakeTensor) -> torch.device:
         """The device that torch's C++ code is told: the CPU, so that backward asks for no streams.
@@ -419,7 +431,13 @@ def _moved(
     laid_out = memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format)
     if device == here and dtype == tensor.dtype and laid_out and not copy:
         return tensor  # type: ignore[no-any-return]
-    return _aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=memory_format)  # type: ignore[no-any-return]
+    mode = tensor.fake_mode
+    mode.moving, before = True, mode.moving
+    try:
+        moved: torch.Tensor = _aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=memory_format)
+    finally:
+        mode.moving = before
+    return moved
 
 
 def _tolist(self: torch.Tensor) -> Any:
