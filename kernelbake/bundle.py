@@ -6,19 +6,14 @@ one path by which bundles are read and then renamed, so that the final name neve
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import fcntl
 import functools
 import os
-import secrets
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from kernelbake import __version__, archive, consistency, digest, verify
+from kernelbake import __version__, archive, atomic, consistency, digest, verify
 from kernelbake.errors import BuildError, InputError
 from kernelbake.fingerprint import Fingerprint
 from kernelbake.keys import Kernel, Specialization
@@ -131,11 +126,15 @@ class Bundle:
         fingerprint, plan, choices: theirs.
         manifest_resolved: the manifest after everything was filled in.
         entries: by digest, each parsed when it is asked for.
-        size_bytes: the length of the file.
+        path: the file that was read.
+        data: the bytes of that file, as they were checked.
+        size_bytes: their number.
     """
 
-    def __init__(self, sound: verify.Sound, documents: consistency.Documents) -> None:
+    def __init__(self, path: Path, sound: verify.Sound, documents: consistency.Documents) -> None:
         self._sound = sound
+        self.path = path
+        self.data = sound.data
         self.header: Mapping[str, Any] = sound.header
         self.fingerprint = documents.fingerprint
         self.plan = documents.plan
@@ -188,7 +187,7 @@ def read(path: Path | str) -> Bundle:
     """
     path = Path(path)
     sound = verify.inspect(path)
-    return Bundle(sound, consistency.check(sound, path))
+    return Bundle(path, sound, consistency.check(sound, path))
 
 
 def read_header(path: Path | str) -> dict[str, Any]:
@@ -219,8 +218,8 @@ def write(path: Path | str, contents: Contents) -> str:
     path = Path(path)
     time = _source_date_epoch()
     members, bundle_digest = _members(contents, time)
-    with _replacing(path) as (descriptor, temporary):
-        _write_all(descriptor, archive.pack(members, time))
+    with atomic.replacing(path, "bundle") as (descriptor, temporary):
+        atomic.write_all(descriptor, archive.pack(members, time))
         try:
             read(temporary)
         except ViolationsError as error:
@@ -237,7 +236,7 @@ def check_output(path: Path | str) -> None:
     Raises:
         InputError: it cannot.
     """
-    with _replacing(Path(path), keep=False):
+    with atomic.replacing(Path(path), "bundle", keep=False):
         pass
 
 
@@ -283,79 +282,3 @@ def _members(contents: Contents, time: int) -> tuple[list[tuple[str, bytes]], st
     header["header_digest"] = verify.header_digest(header)
     first = [(HEADER, digest.canonical_json(header)), (INDEX, index)]
     return [*first, *sorted(files.items())], str(header["bundle_digest"])
-
-
-def _write_all(descriptor: int, pieces: Iterator[bytes | memoryview]) -> None:
-    with os.fdopen(descriptor, "wb", buffering=1 << 20, closefd=False) as file:
-        for piece in pieces:
-            file.write(piece)
-    os.fsync(descriptor)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path, *, keep: bool = True) -> Iterator[tuple[int, Path]]:
-    """A temporary file beside the target that takes its place if the block succeeds, and else leaves nothing.
-
-    The file is locked for as long as it is being written, so that one left by a killed process can be told from one in
-    use, and is removed by the next who writes here.
-    """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise InputError(f"bundle {path}: something that is no regular file is there; wanted a file or nothing")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        raise _cannot_write(path, error) from error
-    prefix, suffix = f".{path.name[:100]}.", ".partial"
-    temporary = path.parent / f"{prefix}{secrets.token_hex(8)}{suffix}"
-    descriptor = -1
-    try:
-        _remove_abandoned(path.parent, prefix, suffix)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor, temporary
-        if keep:
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    finally:
-        if descriptor >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            os.close(descriptor)
-
-
-def _cannot_write(path: Path, error: OSError | ValueError) -> InputError:
-    number = error.errno if isinstance(error, OSError) else None
-    hints = {
-        errno.ENOSPC: "free some room, or name another folder; an older bundle of that name is untouched",
-        errno.EDQUOT: "free some room, or name another folder; an older bundle of that name is untouched",
-        errno.ENOENT: "make the folder first",
-        errno.EROFS: "name a folder that can be written to",
-        errno.EACCES: "name a folder that can be written to",
-    }
-    reason = getattr(error, "strerror", None) or error
-    hint = hints.get(number) if number is not None else None
-    return InputError(f"bundle {path}: it cannot be written ({reason}); wanted a writable folder with room", hint=hint)
-
-
-def _remove_abandoned(folder: Path, prefix: str, suffix: str) -> None:
-    for name in os.listdir(folder):
-        if name.startswith(prefix) and name.endswith(suffix):
-            with contextlib.suppress(OSError):
-                descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(folder / name)
-                finally:
-                    os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
