@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from dflash.attention import kernels
 from dflash.attention.candidates import scaled
@@ -44,8 +43,8 @@ def anchor_attention(
     """Attention of block rows, with gradients to q, k and v; deterministic, and no array grows with rows × keys.
 
     Row i of block n sees context key j iff ``j < anchors[b, n]``, of the same document if there are documents, and
-    ``j > anchors[b, n] + i - window`` if there is a window; and every key of its own block, up to itself if causal. Rows of
-    padding slots give 0, and neither give nor take gradients.
+    ``j > anchors[b, n] + i - window`` if there is a window; and every key of its own block, up to itself if causal.
+    Rows of padding slots give 0, and neither give nor take gradients.
 
     Args:
         q: [B, Q, H, D], bfloat16 or float32.
@@ -132,8 +131,8 @@ def _shape_faults(
         faults.append(f"q: shape {tuple(q.shape)}; wanted ({batch}, {num_rows}, heads, head dim) for these anchors")
     if k.shape != (batch, context_length + num_rows, kv_heads, head_dim):
         faults.append(
-            f"k: shape {tuple(k.shape)}; wanted ({batch}, {context_length + num_rows}, kv heads, {head_dim}): the context, "
-            f"then the block rows"
+            f"k: shape {tuple(k.shape)}; wanted ({batch}, {context_length + num_rows}, kv heads, {head_dim}): the "
+            f"context, then the block rows"
         )
     if v.shape != k.shape:
         faults.append(f"v: shape {tuple(v.shape)}; wanted that of k, {tuple(k.shape)}")
@@ -143,7 +142,8 @@ def _shape_faults(
         faults.append(f"q: {heads} heads for {kv_heads} kv heads; wanted a multiple of them, at most {MAX_GROUP} times")
     if context_length + num_rows >= MAX_LENGTH or batch * num_rows * heads >= MAX_LENGTH:
         faults.append(
-            f"q, k: {batch} × {num_rows} rows × {heads} heads and {context_length + num_rows} keys; wanted below {MAX_LENGTH} each"
+            f"q, k: {batch} × {num_rows} rows × {heads} heads and {context_length + num_rows} keys; wanted below "
+            f"{MAX_LENGTH} each"
         )
     if heads * head_dim * 128 >= 1 << 31:
         faults.append(f"q: {heads} heads of {head_dim}; wanted below {(1 << 31) // 128} numbers a row")
@@ -206,7 +206,7 @@ def _companion_faults(
     return faults
 
 
-class _AnchorAttention(torch.autograd.Function):
+class _AnchorAttention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AnchorLayout, causal: bool, scale: float
@@ -218,8 +218,9 @@ class _AnchorAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InputError("anchor attention: differentiated twice; wanted one backward without `create_graph`")
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = _backward(q, k, v, out, lse, _dense(grad), ctx.layout, ctx.causal, ctx.scale)
         return dq, dk, dv, None, None, None
@@ -255,7 +256,8 @@ def _constants(q: torch.Tensor, k: torch.Tensor, layout: AnchorLayout, causal: b
 
 def _tiles(meta: dict[str, Any], tile: str, length: int, group: int = 1) -> int:
     """How many tiles cover ``length`` rows or keys."""
-    return -(-length // (scaled(meta[tile], meta["HEAD_DIM"], meta["ITEM_BYTES"]) // group))
+    tile_length: int = scaled(meta[tile], meta["HEAD_DIM"], meta["ITEM_BYTES"]) // group
+    return -(-length // tile_length)
 
 
 def _forward(

@@ -1,8 +1,10 @@
 """The configs that the attention kernels are tuned over, a few for each architecture.
 
-Tiles are written for head dim 128 in 16 bits; ``scaled`` shrinks them for larger heads and wider numbers, so that a config's
-shared memory is about the same for every head dim and dtype, and one short list serves all of them.
+Tiles are written for head dim 128 in 16 bits; ``scaled`` shrinks them for larger heads and wider numbers, so that a
+config's shared memory is about the same for every head dim and dtype, and one short list serves all of them.
 """
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _FULL_ROW_BYTES = 256
 
 
 @triton.constexpr_function
-def scaled(tile, head_dim, item_bytes):  # type: ignore[no-untyped-def]
-    """Rows of a tile for this head dim and dtype: as many as keep its bytes at those of 128 numbers of 16 bits a row."""
+def scaled(tile, head_dim, item_bytes):
+    """Rows of a tile for this head dim and dtype: as many as keep its bytes at those of rows of 128 16-bit numbers."""
     row_bytes = triton.next_power_of_2(head_dim) * item_bytes
     return max(min(tile, _TILE_MIN), tile * _FULL_ROW_BYTES // max(row_bytes, _FULL_ROW_BYTES))
 
@@ -58,7 +60,8 @@ def backward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
 def _capability() -> tuple[int, int] | None:
     if triton.knobs.runtime.interpret or not torch.cuda.is_available():
         return None
-    return torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability()
+    return major, minor
 
 
 FORWARD = forward_configs(_capability())

@@ -1,16 +1,18 @@
 """Triton kernels of anchor attention: forward, and backward for queries, context keys and block keys.
 
 Shapes: B batch, S context length, N anchors, K block size, Q = N·K rows, H query heads, G kv heads, D head dim.
-A *tile* of queries holds ``BLOCK_M // GROUP`` consecutive rows times the ``GROUP = H // G`` heads that share a kv head, lane
-``m`` being row ``m // GROUP`` and head ``m % GROUP``. So one load of a key tile serves the whole group, gradients of keys and
-values sum over the group inside a product, and a tile spans few blocks, which keeps the staircase's edge narrow.
+A *tile* of queries holds ``BLOCK_M // GROUP`` consecutive rows times the ``GROUP = H // G`` heads of one kv head, lane
+``m`` being row ``m // GROUP`` and head ``m % GROUP``. So one load of a key tile serves the whole group, gradients of
+keys and values sum over the group inside a product, and a tile spans few blocks: the staircase's edge stays narrow.
 
-Each lane sees two intervals of keys: one of the context (``_context_interval``) and its own block (``_own_interval``). A
-tile inside every lane's interval needs no mask. Heavy tiles get low program numbers, so that the light ones fill
-the end of the launch. Logits are kept in base 2: ``scale_log2`` = softmax scale · log2(e), and ``lse`` is a base-2 logarithm.
+Each lane sees two intervals of keys: one of the context (``_context_interval``) and its own block (``_own_interval``).
+A tile inside every lane's interval needs no mask. Heavy tiles get low program numbers, so that the light ones fill the
+end of the launch. Logits are in base 2: ``scale_log2`` = softmax scale · log2(e), and ``lse`` is a base-2 logarithm.
 
 64-bit arithmetic is used for everything that grows with the batch or a row number, 32-bit only inside a tile.
 """
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
 
@@ -284,8 +286,8 @@ def anchor_backward_kernel(
 ):
     """dQ, dK and dV in one launch. Grid: ((context tiles + query tiles + block key tiles) · B · G,).
 
-    Context tiles come first, since they are the heaviest: tile 0 is read by nearly every query. Then the query tiles, last
-    rows first, then the block keys. ``TILE_M``, ``TILE_N`` are the tiles of dQ, ``KEY_TILE_…`` those of dK and dV.
+    Context tiles come first, since they are the heaviest: tile 0 is read by nearly every query. Then the query tiles,
+    last rows first, then the block keys. ``TILE_M``, ``TILE_N`` are the tiles of dQ, ``KEY_TILE_…`` those of dK and dV.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     BLOCK_M: tl.constexpr = scaled(TILE_M, HEAD_DIM, ITEM_BYTES)
@@ -325,8 +327,9 @@ def anchor_backward_kernel(
         )  # fmt: skip
     else:
         _key_gradient(
-            q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, bounds_ptr, counts_ptr, dk_ptr, dv_ptr, scale, scale_log2,
-            tile, context_tiles, query_tiles, num_rows, context_length, num_blocks, num_marks, window,
+            q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, bounds_ptr, counts_ptr, dk_ptr, dv_ptr,
+            scale, scale_log2, tile, context_tiles, query_tiles,
+            num_rows, context_length, num_blocks, num_marks, window,
             QUERY_STRIDE, KEY_STRIDE, HEAD_DIM, BLOCK_D, GROUP, BLOCK_SIZE, CAUSAL, BOUNDED, KEY_BLOCK_M, KEY_BLOCK_N,
         )  # fmt: skip
 
@@ -384,21 +387,21 @@ def _query_gradient(
 
 @triton.jit
 def _key_gradient(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, bounds_ptr, counts_ptr, dk_ptr, dv_ptr, scale, scale_log2,
-    tile, context_tiles, query_tiles, num_rows, context_length, num_blocks, num_marks, window,
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, bounds_ptr, counts_ptr, dk_ptr, dv_ptr,
+    scale, scale_log2, tile, context_tiles, query_tiles, num_rows, context_length, num_blocks, num_marks, window,
     QUERY_STRIDE: tl.constexpr, KEY_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of context keys or block keys, over all rows that see it.
 
-    Rows are taken from the last to the first: all programs that run at a time then read the same rows, out of the cache.
+    Rows are taken from the last to the first: all programs that run at a time then read the same rows, in the cache.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP
     own = tile >= context_tiles
     valid_rows = tl.load(counts_ptr + num_marks - 1) * BLOCK_SIZE
     key0, limit, seen_begin, full_begin, full_end, seen_end = _seen_by(
-        counts_ptr, tile, own, context_tiles + query_tiles, context_tiles, num_rows, context_length, num_marks, valid_rows,
+        counts_ptr, tile, own, context_tiles + query_tiles, num_rows, context_length, num_marks, valid_rows,
         BLOCK_SIZE, BOUNDED, BLOCK_N,
     )  # fmt: skip
     if own:
@@ -444,10 +447,10 @@ def _key_gradient(
 
 @triton.jit
 def _seen_by(
-    counts_ptr, tile, own, block_tile0, context_tiles, num_rows, context_length, num_marks, valid_rows,
+    counts_ptr, tile, own, block_tile0, num_rows, context_length, num_marks, valid_rows,
     BLOCK_SIZE: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of a key tile: first key, end of keys, and the rows: first that may see it, first to last that see all of it, end."""
+    """Of a key tile: first key and end of keys; of the rows that may see it: first, first to last that see all, end."""
     if own:
         key0 = (tile - block_tile0) * BLOCK_N
         limit = num_rows

@@ -54,7 +54,7 @@ def reference_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Same arguments and result as ``anchor_attention``, computed and returned in float64, differentiable by autograd."""
+    """Same arguments and result as ``anchor_attention``, in float64, differentiable by autograd."""
     mask = visible_keys(
         anchors,
         block_size=block_size,

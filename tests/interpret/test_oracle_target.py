@@ -1,0 +1,215 @@
+"""The target: features at the right layers, documents kept apart, loading with nothing missing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import dflashspec
+import interpreted
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash import hub, target
+from dflash.anchors import Drafting
+from dflash.buckets import Batch, Sample, Shape, assemble
+from dflash.spec import Spec, TargetSpec
+from dflash.target import Target
+from kernelbake.errors import InputError
+
+CPU = torch.device("cpu")
+DRAFTING = Drafting(4, 256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> Iterator[None]:
+    with interpreted.first_configs():
+        yield
+
+
+def spec(**changes: object) -> TargetSpec:
+    return dataclasses.replace(Spec.parse(dflashspec.TINY).target, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Target:
+    return target.random_target(spec(), (0, 1), CPU, torch.float32, seed=0)
+
+
+def sample(length: int, index: int) -> Sample:
+    tokens = np.random.default_rng(index).integers(0, 256, length)
+    return Sample(0, index, tokens, np.ones(length, np.bool_))
+
+
+def batch(lengths: list[int], bucket: int, layout: str) -> Batch:
+    samples = [sample(length, index) for index, length in enumerate(lengths)]
+    rows = [samples] if layout == "packed" else [[item] for item in samples]
+    return assemble(rows, Shape(bucket, 4, len(rows), layout, "float32"), DRAFTING, 0)
+
+
+@pytest.mark.parametrize("lengths", [[64, 64], [65, 30, 7], [9, 4, 7, 100], [1, 2, 3]])
+def test_packed_features_are_those_of_each_document_alone(tiny: Target, lengths: list[int]) -> None:
+    """Neither the recurrence, nor the convolution, nor attention, nor positions cross a boundary."""
+    packed = tiny.features(batch(lengths, 128, "packed"))
+    begin = 0
+    for index, length in enumerate(lengths):
+        alone = assemble([[sample(length, index)]], Shape(128, 4, 1, "padded", "float32"), DRAFTING, 0)
+        wanted = tiny.features(alone)[:, :length]
+        found = packed[:, begin : begin + length]
+        assert (found - wanted).norm() <= 2e-5 * wanted.norm()
+        begin += length
+    assert packed.isfinite().all()
+
+
+def test_without_boundaries_the_documents_would_mix(tiny: Target) -> None:
+    """The test above can fail: the same row without boundaries has other features from the second document on."""
+    packed = batch([65, 30], 128, "packed")
+    apart = tiny.features(packed)
+    mixed = tiny.features(dataclasses.replace(packed, doc_ids_BS=None, cu_seqlens_D=None, chunk_indices=None))
+    assert torch.allclose(apart[:, :65], mixed[:, :65], atol=1e-5)
+    assert (apart[:, 65:95] - mixed[:, 65:95]).norm() > 0.01 * apart[:, 65:95].norm()
+
+
+def test_padding_changes_no_feature_before_it(tiny: Target) -> None:
+    short, long = (batch([40], bucket, "padded") for bucket in (64, 128))
+    assert torch.allclose(tiny.features(short)[:, :40], tiny.features(long)[:, :40], atol=1e-5)
+
+
+def test_features_are_the_outputs_of_the_chosen_layers(tiny: Target) -> None:
+    """Side by side in the order of the ids; the same as transformers' own hidden states, one further on."""
+    padded = batch([64], 64, "padded")
+    states = tiny._model.model(input_ids=padded.input_ids_BS, output_hidden_states=True).hidden_states
+    features = tiny.features(padded)
+    assert torch.allclose(features[..., :64], states[1], atol=1e-5)
+    assert features.shape == (1, 64, 128)
+
+
+def test_features_take_no_gradient(tiny: Target) -> None:
+    assert not tiny.features(batch([8], 32, "padded")).requires_grad
+    assert not any(parameter.requires_grad for parameter in tiny._model.parameters())
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    one, same, other = (
+        target.random_target(spec(), (0,), CPU, torch.float32, seed=seed).head_VE.clone() for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5_moe"])
+def test_mixtures_of_experts_run(architecture: str) -> None:
+    section = copy.deepcopy(dflashspec.TINY)
+    section["target"] |= {
+        "architecture": architecture,
+        "experts": {"num": 4, "per_token": 2, "intermediate_size": 16, "shared_intermediate_size": 16},
+    }
+    model = target.random_target(Spec.parse(section).target, (0, 1), CPU, torch.float32, seed=0)
+    features = model.features(batch([20, 9], 32, "packed"))
+    alone = model.features(batch([20], 32, "padded"))
+    assert torch.allclose(features[:, :20], alone[:, :20], atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+def saved(folder: Path, wanted: TargetSpec) -> Path:
+    model = target.random_target(wanted, (0,), CPU, torch.float32, seed=7)
+    model._model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **changes: object) -> Target:
+    found = hub.resolve(str(folder), spec(**changes))
+    return target.load_target(found, (0,), CPU, torch.float32, seed=0)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_folder_gives_its_weights_and_dimensions(tmp_path: Path, tie: bool) -> None:
+    made = target.random_target(spec(tie_embeddings=tie), (0,), CPU, torch.float32, seed=7)
+    made._model.save_pretrained(tmp_path)
+    found = hub.resolve(str(tmp_path), spec(num_layers=4))
+    assert found == spec(model=str(tmp_path), tie_embeddings=tie)
+    loaded = target.load_target(found, (0,), CPU, torch.float32, seed=0)
+    assert torch.equal(loaded.head_VE, made.head_VE)
+    assert torch.equal(loaded.embed(torch.arange(5)), made.embed(torch.arange(5)))
+    padded = batch([20], 32, "padded")
+    assert torch.equal(loaded.features(padded), made.features(padded))
+
+
+def rewrite(folder: Path, drop: str = "", rename: tuple[str, str] = ("", "")) -> None:
+    tensors = {
+        name.replace(*rename) if rename[0] else name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name != drop
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_tied_head_that_is_not_in_the_file_is_the_embedding(tmp_path: Path) -> None:
+    saved(tmp_path, spec(tie_embeddings=True))
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = load(tmp_path)
+    assert torch.equal(loaded.head_VE, loaded.embed(torch.arange(264)))
+
+
+@pytest.mark.parametrize("lacking", ["lm_head.weight", "model.layers.0.linear_attn.A_log"])
+def test_a_missing_weight_is_refused_by_name(tmp_path: Path, lacking: str) -> None:
+    saved(tmp_path, spec())
+    rewrite(tmp_path, drop=lacking)
+    with pytest.raises(InputError, match="lack 1 weights") as caught:
+        load(tmp_path)
+    assert caught.value.reasons == (lacking,)
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path) -> None:
+    saved(tmp_path, spec())
+    plain = load(tmp_path).head_VE.clone()
+    rewrite(tmp_path, rename=("model.", "model.language_model."))
+    config = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert torch.equal(load(tmp_path).head_VE, plain)
+
+
+def test_what_cannot_be_loaded_names_the_choices(tmp_path: Path) -> None:
+    for model in (str(tmp_path), "no such model"):
+        with pytest.raises(InputError, match="wanted `random`, a folder"):
+            hub.resolve(model, spec())
+    saved(tmp_path, spec())
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match="cannot be loaded; wanted `random`"):
+        load(tmp_path)
+
+
+def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    with pytest.raises(InputError, match="model type `llama`; wanted one of `qwen3_5`"):
+        hub.resolve(str(tmp_path), spec())
+
+
+def test_an_irregular_pattern_of_layers_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, spec(num_layers=4, full_attention_interval=2))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_types"] = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="layer `2` .* breaks the pattern"):
+        hub.resolve(str(tmp_path), spec())
+
+
+def test_the_size_is_known_before_anything_is_made() -> None:
+    wanted = spec(num_layers=8, full_attention_interval=4)
+    made = target.random_target(wanted, (0,), CPU, torch.float32, seed=0)
+    assert target.parameter_bytes(wanted, torch.float32) == made.num_parameters * 4
+
+
+def test_a_target_that_does_not_fit_is_refused_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = target.parameter_bytes(spec(), torch.float32)
+    monkeypatch.setattr(target.devices, "free_bytes", lambda device: 1000)
+    with pytest.raises(InputError, match=rf"take {needed:,} bytes .* has 1,000 bytes"):
+        target.load_target(spec(), (0,), CPU, torch.float32, seed=0)
