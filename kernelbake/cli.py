@@ -167,7 +167,7 @@ def coverage(bundle: Path, manifest: str | None, config: Path | None, as_json: b
     with render.progress() as on_progress:
         found = inspect.coverage_of(bundle, manifest=manifest, config=config, on_progress=on_progress)
     render.coverage(found, as_json=as_json)
-    inspect.refuse(found, str(bundle))
+    found.refuse("coverage")
 
 
 @cli.command()
@@ -195,9 +195,9 @@ def diff(old: Path, new: Path, as_json: bool) -> None:
 
     Their fingerprints, keys, choices and code.
     """
-    from kernelbake import report
+    from kernelbake import bundle, diff
 
-    render.diff(report.diff(old, new), as_json=as_json)
+    render.diff(diff.diff(bundle.read(old), bundle.read(new)), as_json=as_json)
 
 
 @cli.command()

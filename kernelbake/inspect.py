@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernelbake import bundle, plan, workload
-from kernelbake.errors import CoverageError, InputError, MisfitError
+from kernelbake import bundle, plan, preflight, workload
+from kernelbake.errors import InputError, MisfitError
 from kernelbake.keys import Config
 from kernelbake.plan import Choice, Coverage, Launch, Plan
 
@@ -288,27 +288,36 @@ class Covered:
     """A bundle against a plan.
 
     Args:
-        digest: the bundle's.
+        held: the bundle.
+        plan: the plan; the one inside the bundle where it was not ``replanned``.
         coverage: the difference, both ways.
-        cases: how many cases the plan has.
-        replanned: whether a shadow run made the plan anew; else it is the plan inside the bundle.
+        replanned: whether a shadow run made the plan anew.
     """
 
-    digest: str
+    held: Bundle
+    plan: Plan
     coverage: Coverage
-    cases: int
     replanned: bool
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "digest": self.digest,
+            "digest": self.held.digest,
             "complete": self.coverage.complete,
             "replanned": self.replanned,
-            "cases": self.cases,
+            "cases": len(self.plan.cases),
             "needed": self.coverage.num_needed,
             "missing": [missing.to_json() for missing in self.coverage.missing],
             "unused": [list(id_) for id_ in self.coverage.unused],
         }
+
+    def refuse(self, where: str) -> None:
+        """Refuses what keeps the plan from running on the bundle.
+
+        Raises:
+            MisfitError: the bundle was made with another Triton or from other kernel sources.
+            CoverageError: something is missing; all of it is listed.
+        """
+        preflight.refuse(self.plan, self.held, self.coverage, where)
 
 
 OnProgress = Callable[[int, int, str], None]
@@ -316,7 +325,7 @@ OnProgress = Callable[[int, int, str], None]
 
 def covered_inside(held: Bundle) -> Covered:
     """Compares the plan inside a bundle with what the bundle holds. No workload runs."""
-    return Covered(held.digest, plan.coverage(held.plan, held.inventory()), len(held.plan.cases), False)
+    return Covered(held, held.plan, plan.coverage(held.plan, held.inventory()), replanned=False)
 
 
 def coverage_of(
@@ -356,7 +365,7 @@ def coverage_of(
         loaded = workload.load(plugin)
         section = loaded.resolve(loaded.of_run(config, section))
     found = planner.plan(plugin, section, own.profile, interpreted=own.interpreted, on_progress=on_progress)
-    return Covered(held.digest, plan.coverage(found, held.inventory()), len(found.cases), True)
+    return Covered(held, found, plan.coverage(found, held.inventory()), replanned=True)
 
 
 def _same_gpu(held: Bundle, wanted: Mapping[str, Any]) -> None:
@@ -371,20 +380,4 @@ def _same_gpu(held: Bundle, wanted: Mapping[str, Any]) -> None:
             f"bundle {held.name}: it was made for another GPU than the manifest's; wanted the same",
             reasons=differing,
             hint="build a bundle from this manifest",
-        )
-
-
-def refuse(found: Covered, where: str) -> None:
-    """Raises for what is missing.
-
-    Raises:
-        CoverageError: with every missing thing.
-    """
-    missing = found.coverage.missing
-    if missing:
-        count = "1 thing" if len(missing) == 1 else f"{len(missing)} things"
-        raise CoverageError(
-            f"{where}: {count} missing of what {found.cases} cases need; wanted all of it",
-            reasons=map(str, missing),
-            hint="build a bundle whose manifest names these cases, with this environment",
         )

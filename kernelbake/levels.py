@@ -262,10 +262,10 @@ def _coverage(path: Path, held: Bundle, request: Request, on_progress: OnProgres
         found = inspect.coverage_of(path, manifest=request.manifest, config=request.config, on_progress=on_progress)
     else:
         found = inspect.covered_inside(held)
-    inspect.refuse(found, f"bundle {held.name}")
+    found.refuse("coverage")
     origin = "a plan made anew" if anew else "the plan inside"
     unused = f"; {len(found.coverage.unused)} held are not needed" if found.coverage.unused else ""
-    needed = f"{found.coverage.num_needed} launches of {found.cases} cases, by {origin}, are all held"
+    needed = f"{found.coverage.num_needed} launches of {len(found.plan.cases)} cases, by {origin}, are all held"
     return _proved("coverage", f"{needed}{unused}")
 
 

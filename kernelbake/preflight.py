@@ -104,8 +104,7 @@ def preflight(
             paths=paths,
         )
     found = coverage(plan, held.inventory())
-    _refuse_misfit(plan, held, found)
-    _refuse_gaps(plan, held, found)
+    refuse(plan, held, found, "preflight")
     known = {case.id for case in held.plan.cases}
     new = tuple(case.id for case in plan.cases if case.id not in known)
     return Preflight(found, plan, new, held.digest, time.monotonic() - start)
@@ -123,27 +122,44 @@ def _section(held: Bundle) -> WorkloadSection:
     )
 
 
-def _refuse_misfit(plan: Plan, held: Bundle, found: Coverage) -> None:
+def refuse(plan: Plan, held: Bundle, found: Coverage, where: str) -> None:
+    """Refuses what keeps a plan from running on a bundle.
+
+    Args:
+        plan: what is to be run.
+        held: the bundle.
+        found: how the two compare.
+        where: who asks, for messages.
+
+    Raises:
+        MisfitError: another Triton, or other kernel sources.
+        CoverageError: something is missing; all of it is listed.
+    """
+    _refuse_misfit(plan, held, found, where)
+    _refuse_gaps(plan, held, found, where)
+
+
+def _refuse_misfit(plan: Plan, held: Bundle, found: Coverage, where: str) -> None:
     """Another Triton or another kernel source makes every other difference a consequence."""
     here, there = plan.versions.get("triton"), held.plan.versions.get("triton")
     reasons = [f"triton.version: here `{here}`; bundle `{there}`"] if here != there else []
     reasons += [str(missing) for missing in found.missing if missing.kind == "source"]
     if reasons:
         raise MisfitError(
-            f"preflight: bundle `{held.name}` was made from other code than this run would use; wanted the same",
+            f"{where}: bundle `{held.name}` was made from other code than this run would use; wanted the same",
             hint="build the bundle again with the versions installed here",
             reasons=reasons,
         )
 
 
-def _refuse_gaps(plan: Plan, held: Bundle, found: Coverage) -> None:
+def _refuse_gaps(plan: Plan, held: Bundle, found: Coverage, where: str) -> None:
     if found.complete:
         return
     missing: Sequence[Missing] = found.missing
     cases = len({case for item in missing for case in item.cases})
     things = "1 thing" if len(missing) == 1 else f"{len(missing)} things"
     raise CoverageError(
-        f"preflight: bundle `{held.name}` lacks {things} that {cases} of {len(plan.cases)} cases need; wanted all",
+        f"{where}: bundle `{held.name}` lacks {things} that {cases} of {len(plan.cases)} cases need; wanted all",
         hint="build a bundle from a manifest that names these cases, or run the cases that this one has",
         reasons=map(str, missing),
     )

@@ -349,8 +349,8 @@ def coverage(found: Any, *, as_json: bool) -> None:
     if as_json:
         data(found.to_json())
         return
-    line(f"digest   {found.digest}")
-    line(f"needed   {found.coverage.num_needed:,} launches of {counted(found.cases, 'case')}")
+    line(f"digest   {found.held.digest}")
+    line(f"needed   {found.coverage.num_needed:,} launches of {counted(len(found.plan.cases), 'case')}")
     line(f"missing  {len(found.coverage.missing):,}")
     line(f"unused   {len(found.coverage.unused):,}")
     for kernel, key in found.coverage.unused:
