@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernelbake import bundle, digest, journal, packing, planner
+from kernelbake import bundle, digest, gpu, journal, packing, planner
 from kernelbake.compiling import CompileServer, Task, tasks_of
 from kernelbake.errors import BuildError, InputError, MisfitError
 from kernelbake.fingerprint import Fingerprint
@@ -53,7 +53,8 @@ class Options:
         jobs: compiling processes; None for one per core.
         allow_busy_gpu: measure although other processes use the GPU.
         engine: what measures.
-        plan: the plan where it is known already; None to plan.
+        plan, fingerprint: where they are known already; None to find them out. A fingerprint is only known without a
+            compile server, so it goes with the interpreter.
     """
 
     compile_only: bool = False
@@ -62,6 +63,7 @@ class Options:
     allow_busy_gpu: bool = False
     engine: str = ENGINE
     plan: Plan | None = None
+    fingerprint: Fingerprint | None = None
 
 
 def build(
@@ -115,20 +117,16 @@ def _workspace(output: Path) -> Iterator[Path]:
     folder = output.with_name(output.name + ".work")
     try:
         folder.mkdir(exist_ok=True)
-        (folder / "code").mkdir(exist_ok=True)
+        with journal.lock(folder / "lock", f"build {output}"):
+            (folder / "code").mkdir(exist_ok=True)
+            yield folder
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(f"build: folder `{folder}` cannot be made ({reason}); wanted room for the journal") from error
-    with journal.lock(output.with_name(output.name + ".lock"), f"build {output}"):
-        try:
-            yield folder
-        except OSError as error:
-            reason = error.strerror or error
-            raise InputError(
-                f"build: `{error.filename or folder}` cannot be written or read ({reason}); wanted it to work",
-                hint="an older bundle of that name is untouched, and the build goes on from its journal",
-            ) from error
-        shutil.rmtree(folder, ignore_errors=True)
+        raise InputError(
+            f"build: `{error.filename or folder}` cannot be used ({reason}); wanted a folder for the journal",
+            hint="an older bundle of that name is untouched; the build goes on from its journal, if that is there",
+        ) from error
 
 
 class _Build:
@@ -143,8 +141,30 @@ class _Build:
         self._facts: dict[str, Any] = {}
 
     def run(self) -> BuildResult:
+        if self._made == "measured":
+            with self._phase("gpu"):
+                self._monitor = self._wanted_gpu()
         with self._phase("plan"):
             plan = self._plan()
+        state, fingerprint, utilities = self._start(plan)
+        try:
+            if not self._options.compile_only:
+                with self._phase("measure"):
+                    self._measure(plan, state)
+            with self._phase("pack"):
+                packed = self._pack(plan, state, fingerprint, utilities)
+        finally:
+            self._journal.close()
+        with self._phase("self-check"):
+            self._self_check(packed)
+        packed.replace(self._output)
+        journal.sync_folder(self._output.parent)
+        return self._result(plan, state)
+
+    def _start(self, plan: Plan) -> tuple[State, Fingerprint, str | None]:
+        """Everything before measuring: the journal read, all code there."""
+        if self._options.fingerprint is not None:
+            return self._open_journal(plan, self._options.fingerprint), self._options.fingerprint, None
         source = self._compiled_bundle(plan)
         jobs = self._options.jobs or len(os.sched_getaffinity(0))
         with self._server(plan, 0 if self._manifest.interpreted or source else jobs) as server:
@@ -160,19 +180,7 @@ class _Build:
             except BaseException:
                 self._journal.close()
                 raise
-        try:
-            if not self._options.compile_only:
-                with self._phase("measure"):
-                    self._measure(plan, state)
-            with self._phase("pack"):
-                packed = self._pack(plan, state, fingerprint, utilities)
-        finally:
-            self._journal.close()
-        with self._phase("self-check"):
-            self._self_check(packed)
-        packed.replace(self._output)
-        journal.sync_folder(self._output.parent)
-        return self._result(plan, state)
+        return state, fingerprint, utilities
 
     @property
     def _made(self) -> bundle.Made:
@@ -186,6 +194,19 @@ class _Build:
         start = time.monotonic()
         yield
         self._seconds[name] = time.monotonic() - start
+
+    def _wanted_gpu(self) -> gpu.Monitor:
+        """The GPU to measure on, which has to be the manifest's and free; found out before anything takes time."""
+        probe = gpu.Probe(self._worker_environment(), self._folder / "probe.log")
+        try:
+            found = probe.answer()
+        finally:
+            probe.close()
+        gpu.check_wanted(found["profile"], self._manifest.profile.to_json())
+        monitor = gpu.Monitor(found["uuid"])
+        if not self._options.allow_busy_gpu:
+            gpu.check_free(monitor.uuid, monitor.processes())
+        return monitor
 
     # ------------------------------------------------------------------------------------------ plan
 
@@ -212,7 +233,7 @@ class _Build:
         found = bundle.read(path)
         if found.made != "compiled-only":
             raise InputError(f"--from `{path}`: it was made `{found.made}`; wanted one made with `--compile-only`")
-        if digest.canonical_json(found.plan.to_json()) != digest.canonical_json(plan.to_json()):
+        if _identity(found.plan) != _identity(plan):
             raise MisfitError(
                 f"--from `{path}`: it was compiled for another plan; wanted the plan of this manifest on this machine",
                 hint="compare the two with `kernelbake coverage`, and compile again",
@@ -229,6 +250,8 @@ class _Build:
             "jobs": jobs,
             "time_limit_s": _COMPILE_LIMIT_FACTOR * self._manifest.measure.time_limit_s,
             "interpreted": self._manifest.interpreted,
+            "line_info": self._manifest.compile.line_info,
+            "fp_fusion": self._manifest.compile.fp_fusion,
         }
         return CompileServer(job, self._compile_environment(), self._folder / "compile.log")
 
@@ -247,7 +270,7 @@ class _Build:
     def _open_journal(self, plan: Plan, fingerprint: Fingerprint) -> State:
         header = {
             "manifest": digest.of_bytes(digest.canonical_json(self._manifest.resolved())),
-            "plan": digest.of_bytes(digest.canonical_json(plan.to_json())),
+            "plan": _identity(plan),
             "fingerprint": digest.of_bytes(digest.canonical_json(fingerprint.to_json())),
         }
         self._journal = journal.Journal(self._folder / "journal", header)
@@ -349,7 +372,18 @@ class _Build:
         def write(record: Mapping[str, Any]) -> None:
             self._write(state, record)
 
-        self._facts = Supervisor(supervision, state, write, self._boot, self._on_event).run()
+        if manifest.interpreted:
+            self._facts = Supervisor(supervision, state, write, self._boot, self._on_event).run()
+            return
+        monitor = self._monitor
+        with gpu.reserved(monitor.uuid):
+            first = monitor.conditions().to_json()
+            self._on_event(Event("note", "measure", message=f"GPU {monitor.uuid}: {first}", data=first))
+
+            def conditions() -> Mapping[str, Any]:
+                return monitor.conditions(own=1).to_json() if monitor.cheap else first
+
+            self._facts = Supervisor(supervision, state, write, self._boot, self._on_event, conditions).run()
 
     def _worker_environment(self) -> dict[str, str]:
         """The machine's own, since a driver may need any of it, without what would change Triton or FLA."""
@@ -396,6 +430,11 @@ class _Build:
             seconds=self._seconds,
             device_busy_share=busy / wall if wall and busy is not None else None,
         )
+
+
+def _identity(plan: Plan) -> str:
+    """Digest of what a plan asks for; the versions of the planning process are the fingerprint's business."""
+    return digest.of_bytes(digest.canonical_json({**plan.to_json(), "versions": None}))
 
 
 def _check_fits(source: bundle.Bundle, here: Fingerprint) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import selectors
@@ -33,6 +34,9 @@ from kernelbake.profiles import DeviceProfile
 from kernelbake.worker import Channel, Lines, describe_status, die_with_parent, write_line
 
 _LACKS_ARCH = ("is not defined for option 'gpu-name'", "Unsupported gpu architecture", "Cannot find ptxas")
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class ToolchainError(Exception):
@@ -68,6 +72,7 @@ def compile_one(
 
     Raises:
         ToolchainError: the assembler cannot work for this gpu target at all.
+        OSError: the disk is full.
         KeyboardInterrupt: a person stops the build.
     """
     import triton
@@ -121,6 +126,8 @@ def _portable(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rejection(error: BaseException) -> Rejected:
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        raise error
     text = str(error)
     if any(mark in text for mark in _LACKS_ARCH):
         raise ToolchainError(_assembler_fault(text)) from error
@@ -283,9 +290,14 @@ def _answer(task: Mapping[str, Any], folder: Path, arch: int, shared_limit: int)
         return {"outcome": "toolchain", "detail": str(error)}
     except KeyboardInterrupt:
         return {"outcome": "interrupted", "detail": f"compiling {task['kernel']}"}
+    except OSError as error:
+        return {"outcome": "disk", "detail": f"{error.strerror or error}"}
     if isinstance(result, Rejected):
         return result.to_json()
-    return {"outcome": OK, "code": store(Files(folder), result).to_json()}
+    try:
+        return {"outcome": OK, "code": store(Files(folder), result).to_json()}
+    except OSError as error:
+        return {"outcome": "disk", "detail": f"{error.strerror or error}"}
 
 
 def store(files: Files, compiled: Compiled) -> Code:
@@ -310,7 +322,8 @@ def facts(job: Mapping[str, Any]) -> dict[str, Any]:
 
     profile = DeviceProfile.from_json(job["profile"])
     kernels = [KernelFacts.from_json(data) for data in job["kernels"]]
-    found = host.fingerprint(profile, kernels, build=True).to_json()
+    options = {"line_info": job["line_info"], "fp_fusion": job["fp_fusion"]}
+    found = host.fingerprint(profile, kernels, build=True, **options).to_json()
     if job["interpreted"]:
         return {"fingerprint": found, "utilities": None}
     library = triton_api.build_library(triton_api.UTILITIES, triton_api.utilities_source())

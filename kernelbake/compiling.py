@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernelbake.errors import BuildError
+from kernelbake.errors import BuildError, InputError
 from kernelbake.fingerprint import Fingerprint
 from kernelbake.keys import Kernel, Specialization
 from kernelbake.plan import Plan
@@ -87,6 +87,7 @@ class CompileServer:
 
         Raises:
             BuildError: nothing can be compiled for this gpu target here, or the server ended.
+        InputError: the disk is full.
             KeyboardInterrupt: a candidate was interrupted by a person.
         """
         waiting: Iterator[tuple[int, Task]] = iter(enumerate(tasks))
@@ -125,6 +126,11 @@ def _check(answer: Mapping[str, Any]) -> None:
         raise BuildError(
             f"compile: {answer['detail']}; wanted an assembler that knows the gpu target",
             hint="set TRITON_PTXAS_PATH (TRITON_PTXAS_BLACKWELL_PATH from sm_100 on) to a newer ptxas",
+        )
+    if answer["outcome"] == "disk":
+        raise InputError(
+            f"compile: code cannot be kept ({answer['detail']}); wanted room beside the output",
+            hint="free some room and build again: the build goes on from its journal",
         )
     if answer["outcome"] == "interrupted":
         raise KeyboardInterrupt

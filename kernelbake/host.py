@@ -25,7 +25,7 @@ from kernelbake.profiles import INTERPRETER, DeviceProfile
 
 _DISTRIBUTIONS = {"torch": ("torch",), "fla": ("fla-core", "flash-linear-attention"), "transformers": ("transformers",)}
 
-OVERRULED = ("FLA_CACHE_MODE", "FLA_CONFIG_DIR", "FLA_GPU_NAME")
+OVERRULED = ("FLA_CACHE_MODE", "FLA_CACHE_RESULTS", "FLA_CONFIG_DIR", "FLA_GPU_NAME")
 """Variables of flash-linear-attention's own lookup of configs; a frozen process takes every config from the bundle."""
 
 _KERNEL_PREFIXES = ("FLA_", "WALL_ATTN_", "ATK_")

@@ -108,6 +108,8 @@ def _times(launch: Launch, decided: Mapping[str, Any]) -> dict[str, Any]:
     """What people want to know of a decision; configs as they print."""
     winner = decided["candidates"][str(decided["winner"])]
     times = {"median_ms": winner["median_ms"], "spread_ms": winner["spread_ms"], "repeatable": winner["repeatable"]}
+    if decided.get("conditions"):
+        times["conditions"] = decided["conditions"]
     if decided["runner_up"] is not None:
         runner_up = decided["candidates"][str(decided["runner_up"])]
         times |= {

@@ -46,6 +46,7 @@ class Supervisor:
         write: puts a record on disk and into the state.
         boot: which start of the machine this is.
         on_event: told of progress and rejections.
+        conditions: asked after every decision; what it says is kept with the decision.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Supervisor:
         write: Callable[[Mapping[str, Any]], None],
         boot: str,
         on_event: OnEvent,
+        conditions: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._supervision, self._state, self._write, self._boot = supervision, state, write, boot
-        self._on_event = on_event
+        self._on_event, self._conditions = on_event, conditions
         self._current: tuple[int, int] | None = None
         self.workers = 0
         """How many were started."""
@@ -117,9 +119,8 @@ class Supervisor:
         event = message["event"]
         if event == "start":
             self._current = message["launch"], message["candidate"]
-            self._write(
-                {"kind": "start", "launch": message["launch"], "candidate": message["candidate"], "boot": self._boot}
-            )
+            launch, candidate = self._current
+            self._write({"kind": "start", "launch": launch, "candidate": candidate, "boot": self._boot})
             child.send({"go": True})
         elif event == "sampling":
             self._current = message["launch"], message["candidate"]
@@ -127,7 +128,8 @@ class Supervisor:
             self._outcome(message["launch"], message["candidate"], message["data"])
         elif event == "decided":
             self._current = None
-            self._write({"kind": "decided", "launch": message["launch"], "data": message["data"]})
+            data = {**message["data"], "conditions": self._conditions()}
+            self._write({"kind": "decided", "launch": message["launch"], "data": data})
             self._progress(str(self._state.plan.launches[message["launch"]].kernel.name))
         elif event == "case":
             self._write({"kind": "case", "case": message["case"], "met": message["met"]})
@@ -172,9 +174,8 @@ class Supervisor:
         if event == "refused":
             raise _refusal(message)
         raise BuildError(
-            f"measure: the step failed with `{message['kind']}`: {message['message'].splitlines()[0:1] or ['']}"
-            "; wanted it to run",
-            reasons=[*message["message"].splitlines()[1:4], *child.log_tail()],
+            f"measure: the step failed with `{message['kind']}`; wanted it to run",
+            reasons=[*message["message"].splitlines()[:4], *child.log_tail(12)],
         )
 
 
