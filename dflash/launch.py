@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,8 @@ from kernelbake.errors import InputError
 from kernelbake.preflight import INTERPRETED, Preflight, WorkloadSection, preflight, workload_of
 
 if TYPE_CHECKING:
-    from kernelbake.freeze import Frozen
-
     from dflash.proof import Proof
+    from kernelbake.freeze import Frozen
 
 OnProgress = Callable[[int, int, str], None]
 
@@ -62,11 +61,21 @@ def settle(run: RunConfig) -> Plan:
     held = workload_of(run.bundle)
     if held.plugin != WORKLOAD.name:
         raise InputError(f"bundle `{run.bundle}`: made for workload `{held.plugin}`; wanted `{WORKLOAD.name}`")
-    spec = config.apply(run, _with_target(run, WORKLOAD.parse(held.section)))
-    if spec.target.frozen is False:
-        raise InputError("target: the manifest plans a backward pass through it; training always freezes it")
+    spec = spec_of(run, held.section)
     _check_devices(run, interpreted=held.made == INTERPRETED)
     return Plan(run, spec, held)
+
+
+def spec_of(run: RunConfig, section: Mapping[str, Any]) -> Spec:
+    """The workload's section of a run: the bundle's, with what the run says instead.
+
+    Raises:
+        InputError: a target that cannot be found, shapes that cannot be.
+    """
+    spec = config.apply(run, _with_target(run, WORKLOAD.parse(section)))
+    if spec.target.frozen is False:
+        raise InputError("target: the manifest plans a backward pass through it; training always freezes it")
+    return spec
 
 
 def _with_target(run: RunConfig, spec: Spec) -> Spec:

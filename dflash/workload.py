@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash.spec import Spec
@@ -30,6 +31,11 @@ class DflashWorkload:
 
     def resolve(self, spec: Spec) -> dict[str, Any]:
         return spec.to_json()
+
+    def of_run(self, path: Path, section: Mapping[str, Any]) -> Spec:
+        from dflash import config, launch
+
+        return launch.spec_of(config.load(path, (), {}), section)
 
     def cases(self, spec: Spec) -> Cases:
         return spec.axes.cases()

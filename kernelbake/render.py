@@ -353,8 +353,9 @@ def coverage(found: Any, *, as_json: bool) -> None:
     line(f"needed   {found.coverage.num_needed:,} launches of {counted(len(found.plan.cases), 'case')}")
     line(f"missing  {len(found.coverage.missing):,}")
     line(f"unused   {len(found.coverage.unused):,}")
-    for kernel, key in found.coverage.unused:
-        line(f"unused   {kernel} {key}")
+    held = found.held.inventory().by_id
+    for id_ in found.coverage.unused:
+        line(f"unused   {held[id_].kernel.name} {held[id_].key or '(not tuned)'}")
 
 
 def explained(items: Sequence[Any], *, as_json: bool) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from kernelbake.errors import InputError
@@ -91,6 +92,14 @@ class Workload(Protocol):
 
     def resolve(self, spec: Any) -> dict[str, Any]:
         """The section again as plain data, after defaults and model dimensions were filled in; ``parse`` accepts it."""
+        ...
+
+    def of_run(self, path: Path, section: Mapping[str, Any]) -> Any:
+        """The spec of a run: a bundle's section, with what the run's configuration file says instead. Loads no torch.
+
+        Raises:
+            InputError: the configuration cannot be read, or asks for what cannot be.
+        """
         ...
 
     def cases(self, spec: Any) -> Cases:

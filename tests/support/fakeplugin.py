@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kernelbake.keys import Case
@@ -33,6 +34,9 @@ class FakeWorkload:
 
     def resolve(self, spec: Any) -> dict[str, Any]:
         return dict(spec)
+
+    def of_run(self, path: Path, section: Mapping[str, Any]) -> dict[str, Any]:
+        return self.parse({**section, "label": path.stem})
 
     def cases(self, spec: Any) -> Cases:
         return Cases(tuple(Case((("size", size),)) for size in spec["sizes"]))
