@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from dflash import devices, hub
@@ -208,7 +209,7 @@ def load_target(
         model, info = cls.from_pretrained(
             spec.model, **options, **({"device_map": {"": device}} if direct else {}), local_files_only=_is_local(spec)
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = str(error).strip().splitlines()
         raise InputError(f"target: `{spec.model}` cannot be loaded; {hub.CHOICES}", reasons=reason[:20]) from error
     if info["missing_keys"]:

@@ -28,7 +28,7 @@ DRAFTING = Drafting(4, 256)
 
 @pytest.fixture(scope="module", autouse=True)
 def _interpreter() -> Iterator[None]:
-    with interpreted.first_configs():
+    with interpreted.last_configs():
         yield
 
 
@@ -52,13 +52,13 @@ def batch(lengths: list[int], bucket: int, layout: str) -> Batch:
     return assemble(rows, Shape(bucket, 4, len(rows), layout, "float32"), DRAFTING, 0)
 
 
-@pytest.mark.parametrize("lengths", [[64, 64], [65, 30, 7], [9, 4, 7, 100], [1, 2, 3]])
+@pytest.mark.parametrize("lengths", [[65, 30], [9, 4, 7, 40]])
 def test_packed_features_are_those_of_each_document_alone(tiny: Target, lengths: list[int]) -> None:
     """Neither the recurrence, nor the convolution, nor attention, nor positions cross a boundary."""
-    packed = tiny.features(batch(lengths, 128, "packed"))
+    packed = tiny.features(batch(lengths, 96, "packed"))
     begin = 0
     for index, length in enumerate(lengths):
-        alone = assemble([[sample(length, index)]], Shape(128, 4, 1, "padded", "float32"), DRAFTING, 0)
+        alone = assemble([[sample(length, index)]], Shape(96, 4, 1, "padded", "float32"), DRAFTING, 0)
         wanted = tiny.features(alone)[:, :length]
         found = packed[:, begin : begin + length]
         assert (found - wanted).norm() <= 2e-5 * wanted.norm()
@@ -68,7 +68,7 @@ def test_packed_features_are_those_of_each_document_alone(tiny: Target, lengths:
 
 def test_without_boundaries_the_documents_would_mix(tiny: Target) -> None:
     """The test above can fail: the same row without boundaries has other features from the second document on."""
-    packed = batch([65, 30], 128, "packed")
+    packed = batch([65, 30], 96, "packed")
     apart = tiny.features(packed)
     mixed = tiny.features(dataclasses.replace(packed, doc_ids_BS=None, cu_seqlens_D=None, chunk_indices=None))
     assert torch.allclose(apart[:, :65], mixed[:, :65], atol=1e-5)
