@@ -179,6 +179,7 @@ class Dispatcher:
         except TypeError as error:
             raise self._miss(_unkeyable(kernel, error)) from error
         if not choices:
+            _check_complete(kernel, given)
             raise self._miss(lookup.missed_key(kernel.held, triton_api.autotune_key(autotuner, args, call)))
         choice = choices[0]
         if len(choices) > 1:
@@ -392,6 +393,16 @@ def _same_functions(kernel: FrozenKernel, items: Sequence[tuple[Any, Any]]) -> b
 def _merged(**kwargs: Any) -> dict[str, Any]:
     """The keyword arguments; a name given twice is the caller's ``TypeError``, as it is in Triton."""
     return kwargs
+
+
+def _check_complete(kernel: FrozenKernel, given: Mapping[str, Any]) -> None:
+    """Raises the ``TypeError`` of a call that lacks an argument, which Triton too would find before it launches."""
+    supplied = {name for level in triton_api.levels(kernel.launchable) for name in getattr(level, "values", {})}
+    supplied |= {name for config in triton_api.autotuner_of(kernel.launchable).configs for name in config.kwargs}
+    required = [facts["name"] for facts in triton_api.parameter_facts(kernel.function) if "default" not in facts]
+    missing = [name for name in required if name not in given and name not in supplied]
+    if missing:
+        raise TypeError(f"{kernel.held.kernel.qualname}() misses arguments: {', '.join(map(repr, missing))}")
 
 
 def _unkeyable(kernel: FrozenKernel, error: TypeError) -> FrozenMissError:

@@ -604,6 +604,9 @@ class LoadedKernel(CompiledKernel):  # type: ignore[misc]
         if runtime.kernel_load_end_hook is not None:
             runtime.kernel_load_end_hook(module, function, self.name, self.metadata_group, self.hash)
 
+    def __del__(self) -> None:
+        """Leaves the module where it is: launches may be in flight, and captured graphs hold its functions."""
+
 
 def loaded_kernel(launchable: Any, wanted: Specialization, metadata: Mapping[str, Any], binary: bytes) -> LoadedKernel:
     """The kernel of an entry, not yet loaded on a device."""
