@@ -21,6 +21,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from dflash.anchors import Integers
 from dflash.errors import DataError
 
 Message = dict[str, Any]
@@ -96,8 +99,10 @@ def messages_of(row: Mapping[str, Any]) -> list[Message] | Dropped:
     """
     column = "messages" if row.get("messages") is not None else "conversations"
     turns = row.get(column)
-    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes) or not turns:
+    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
         return Dropped(MALFORMED, f"`{column}` is no list of messages")
+    if not turns:
+        return Dropped(NO_ASSISTANT, f"`{column}` is empty")
     try:
         return [_message(turn, number) for number, turn in enumerate(turns)]
     except _Drop as drop:
@@ -330,41 +335,34 @@ class ChatRenderer:
 
 def _mask(rendering: Rendering, ids: list[int], offsets: Sequence[Span]) -> Tokenized | Dropped:
     """Characters → tokens. A token is supervised if all of its text is; one across a border is not."""
-    ranges = _ranges(rendering.text, offsets)
-    if ranges is None:
+    ranges_T2 = _ranges(rendering.text, offsets)
+    if ranges_T2 is None:
         return Dropped(NOT_MAPPED)
-    supervised = [False] * len(ids)
-    spans = iter(rendering.spans)
-    span = next(spans, None)
-    for index, (start, end) in enumerate(ranges):
-        while span is not None and span[1] <= start:
-            span = next(spans, None)
-        if span is None:
-            break
-        supervised[index] = span[0] <= start and end <= span[1]
-    if not any(supervised):
+    supervised_T = np.zeros(len(ids), np.bool_)
+    for start, end in rendering.spans:
+        first = np.searchsorted(ranges_T2[:, 0], start, side="left")
+        supervised_T[first : np.searchsorted(ranges_T2[:, 1], end, side="right")] = True
+    if not supervised_T.any():
         return Dropped(NOT_SUPERVISED)
-    return Tokenized(ids, supervised)
+    return Tokenized(ids, supervised_T.tolist())
 
 
-def _ranges(text: str, offsets: Sequence[Span]) -> list[Span] | None:
-    """The text of each token, with blanks that a tokenizer leaves out of its offsets given to the token after them.
+def _ranges(text: str, offsets: Sequence[Span]) -> Integers | None:
+    """The text of each token [T, 2], with blanks that a tokenizer leaves out of its offsets given to the token after.
 
     None if offsets go backwards, are empty, or leave anything else out. Tokens of one character, such as its bytes,
     share its range.
     """
-    ranges: list[Span] = []
-    covered, last = 0, 0
-    for start, end in offsets:
-        if start < last or end < covered or end <= start:
+    ranges_T2 = np.array(offsets, np.int64).reshape(-1, 2)
+    ends_T = ranges_T2[:, 1]
+    before_T = np.concatenate(([0], ends_T[:-1])) if len(ends_T) else ends_T
+    for token in np.flatnonzero(ranges_T2[:, 0] > before_T):
+        if text[before_T[token] : ranges_T2[token, 0]].strip():
             return None
-        if start > covered:
-            if text[covered:start].strip():
-                return None
-            start = covered
-        ranges.append((start, end))
-        covered, last = end, start
-    return None if text[covered:].strip() else ranges
+    ranges_T2[:, 0] = np.minimum(ranges_T2[:, 0], before_T)
+    forward = (np.diff(ranges_T2, axis=0) >= 0).all() and (ranges_T2[:, 0] < ends_T).all()
+    covered = int(ends_T[-1]) if len(ends_T) else 0
+    return ranges_T2 if forward and not text[covered:].strip() else None
 
 
 def _checked(spans: Iterable[Span], text: str) -> tuple[Span, ...]:
