@@ -342,7 +342,36 @@ def block_loss_kernel(
     target_ptr += row * vocabulary
     row += first_row
     label = tl.load(labels_ptr + row)
-    used = label >= 0
+    loss = 0.0
+    logp = 0.0
+    correct = False
+    if label >= 0:
+        lse, target_lse, kl, choice = _statistics(logits_ptr, target_ptr, vocabulary, TARGET, TILE)
+        logp = (tl.load(logits_ptr + label).to(tl.float32) * _LOG2E - lse) * _LN2
+        loss = kl_share * kl - (1.0 - kl_share) * logp
+        correct = choice == label
+        if GRADIENT:
+            for begin in range(0, vocabulary, TILE):
+                ids = begin + tl.arange(0, TILE)
+                mask = ids < vocabulary
+                x = tl.load(logits_ptr + ids, mask=mask, other=_ABSENT).to(tl.float32) * _LOG2E
+                gradient = tl.exp2(x - lse) - tl.where(ids == label, 1.0 - kl_share, 0.0)
+                if TARGET:
+                    t = tl.load(target_ptr + ids, mask=mask, other=_ABSENT).to(tl.float32) * _LOG2E
+                    gradient -= kl_share * tl.exp2(t - target_lse)
+                tl.store(logits_ptr + ids, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
+    elif GRADIENT:
+        for begin in range(0, vocabulary, TILE):
+            ids = begin + tl.arange(0, TILE)
+            tl.store(logits_ptr + ids, tl.zeros([TILE], logits_ptr.dtype.element_ty), mask=ids < vocabulary)
+    tl.store(loss_ptr + row, loss)
+    tl.store(label_logp_ptr + row, logp)
+    tl.store(correct_ptr + row, correct)
+
+
+@triton.jit
+def _statistics(logits_ptr, target_ptr, vocabulary, TARGET: tl.constexpr, TILE: tl.constexpr):
+    """Of one row: base-2 lse of the logits and of the target's, KL(target ‖ drafter), and the first choice."""
     top = tl.full([TILE], _LOWEST, tl.float32)
     first = tl.zeros([TILE], tl.int32)
     total = tl.zeros([TILE], tl.float32)
@@ -367,28 +396,12 @@ def block_loss_kernel(
     row_top = tl.max(top, axis=0)
     choice = tl.min(tl.where(top == row_top, first, 2147483647), axis=0)
     lse = row_top + tl.log2(tl.sum(total * tl.exp2(top - row_top), axis=0))
-    label_logit = tl.load(logits_ptr + label, mask=used, other=0.0).to(tl.float32) * _LOG2E
-    logp = (label_logit - lse) * _LN2
-    loss = -logp * (1.0 - kl_share)
     target_lse = lse
+    kl = lse * 0.0
     if TARGET:
         target_row_top = tl.max(target_top, axis=0)
         shrink = tl.exp2(target_top - target_row_top)
         target_sum = tl.sum(target_total * shrink, axis=0)
         target_lse = target_row_top + tl.log2(target_sum)
-        kl = tl.sum(cross * shrink, axis=0) / target_sum - target_lse + lse
-        loss += kl_share * kl * _LN2
-    tl.store(loss_ptr + row, tl.where(used, loss, 0.0))
-    tl.store(label_logp_ptr + row, tl.where(used, logp, 0.0))
-    tl.store(correct_ptr + row, used & (choice == label))
-    if GRADIENT:
-        for begin in range(0, vocabulary, TILE):
-            ids = begin + tl.arange(0, TILE)
-            mask = ids < vocabulary
-            x = tl.load(logits_ptr + ids, mask=mask, other=_ABSENT).to(tl.float32) * _LOG2E
-            gradient = tl.exp2(x - lse) - tl.where(ids == label, 1.0 - kl_share, 0.0)
-            if TARGET:
-                t = tl.load(target_ptr + ids, mask=mask, other=_ABSENT).to(tl.float32) * _LOG2E
-                gradient -= kl_share * tl.exp2(t - target_lse)
-            gradient = tl.where(used, gradient, 0.0)
-            tl.store(logits_ptr + ids, gradient.to(logits_ptr.dtype.element_ty), mask=mask)
+        kl = (tl.sum(cross * shrink, axis=0) / target_sum - target_lse + lse) * _LN2
+    return lse, target_lse, kl, choice
