@@ -121,7 +121,10 @@ def build(manifest: str, output: Path, json_events: bool, **options: Any) -> Non
 )
 @click.option("--on-device", is_flag=True, help="Load and run every binary on this machine's GPU.")
 @click.option(
-    "--trusted", type=click.Path(path_type=Path), multiple=True, help="Require a signature by this public key."
+    "--trusted",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Require a signature by a key in this file.",
 )
 @_json_option
 def verify(bundle: Path, as_json: bool, **options: Any) -> None:
@@ -202,7 +205,7 @@ def diff(old: Path, new: Path, as_json: bool) -> None:
 
 @cli.command()
 @_bundle_argument
-@click.option("--key", required=True, type=click.Path(path_type=Path), help="The private key.")
+@click.option("--key", required=True, type=click.Path(path_type=Path), help="A private Ed25519 key in OpenSSH's form.")
 def sign(bundle: Path, key: Path) -> None:
     """Write a detached signature beside a bundle.
 

@@ -137,7 +137,7 @@ def _levels(path: Path, held: Bundle, request: Request, on_progress: OnProgress 
     entries = f"{len(held.entries)} entries" if len(held.entries) != 1 else "1 entry"
     yield _proved("integrity", f"each of {held.size_bytes:,} bytes is accounted for; {entries}, made: {held.made}")
     if request.trusted:
-        yield _level("signature", lambda: _signature(path, request))
+        yield _level("signature", lambda: _signature(held, request))
     yield _level("fit", lambda: _fit(held, request))
     yield _level("coverage", lambda: _coverage(path, held, request, on_progress))
     if request.on_device:
@@ -164,11 +164,10 @@ def _refused(name: str, error: KernelbakeError) -> Level:
 # ---------------------------------------------------------------------------------------------- signature, fit
 
 
-def _signature(path: Path, request: Request) -> Level:
+def _signature(held: Bundle, request: Request) -> Level:
     from kernelbake import signing
 
-    signer = signing.check(path, request.trusted)
-    return _proved("signature", f"signed by {signer}")
+    return _proved("signature", f"signed by {signing.check(held, request.trusted)}")
 
 
 def _fit(held: Bundle, request: Request) -> Level:

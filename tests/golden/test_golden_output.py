@@ -101,6 +101,13 @@ def test_what_is_said_of_a_gap(
     compare(f"{command}-gap", output(capsys, *arguments))
 
 
+def test_what_is_said_of_two_bundles(capsys: pytest.CaptureFixture[str], contents: Contents) -> None:
+    bundle.write("bundle.tar", contents)
+    bundle.write("other.tar", samples.contents(keys_each=1))
+    compare("diff", output(capsys, "diff", "bundle.tar", "other.tar"))
+    compare("diff-same", output(capsys, "diff", "bundle.tar", "bundle.tar"))
+
+
 @pytest.mark.parametrize("by", ["kernel", "case"])
 def test_what_is_said_of_a_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, contents: Contents, by: str
