@@ -381,18 +381,20 @@ def _statistics(logits_ptr, target_ptr, vocabulary, TARGET: tl.constexpr, TILE: 
     for begin in range(0, vocabulary, TILE):
         ids = begin + tl.arange(0, TILE)
         x = tl.load(logits_ptr + ids, mask=ids < vocabulary, other=_ABSENT).to(tl.float32) * _LOG2E
-        new_top = tl.maximum(top, x)
-        first = tl.where(x > top, ids, first)
-        total = total * tl.exp2(top - new_top) + tl.exp2(x - new_top)
-        top = new_top
+        above = x > top
+        decay = tl.exp2(-tl.abs(x - top))  # one of the old and the new top is the new one, so one power serves both
+        total = tl.where(above, total * decay + 1.0, total + decay)
+        first = tl.where(above, ids, first)
+        top = tl.maximum(top, x)
         if TARGET:
             t = tl.load(target_ptr + ids, mask=ids < vocabulary, other=_ABSENT).to(tl.float32) * _LOG2E
-            new_top = tl.maximum(target_top, t)
-            shrink = tl.exp2(target_top - new_top)
-            p = tl.exp2(t - new_top)
+            above = t > target_top
+            decay = tl.exp2(-tl.abs(t - target_top))
+            shrink = tl.where(above, decay, 1.0)
+            p = tl.where(above, 1.0, decay)
             target_total = target_total * shrink + p
             cross = cross * shrink + p * (t - x)
-            target_top = new_top
+            target_top = tl.maximum(target_top, t)
     row_top = tl.max(top, axis=0)
     choice = tl.min(tl.where(top == row_top, first, 2147483647), axis=0)
     lse = row_top + tl.log2(tl.sum(total * tl.exp2(top - row_top), axis=0))
