@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -242,7 +243,7 @@ def check_output(path: Path | str) -> None:
 
 def _source_date_epoch() -> int:
     text = os.environ.get("SOURCE_DATE_EPOCH", "0")
-    if not (text.isascii() and text.isdigit()) or int(text) > archive.MAX_TIME:
+    if not re.fullmatch("[0-9]{1,11}", text) or int(text) > archive.MAX_TIME:
         raise InputError(f"SOURCE_DATE_EPOCH: `{text:.40}`; wanted seconds since 1970, at most {archive.MAX_TIME}")
     return int(text)
 

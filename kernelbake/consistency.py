@@ -1,4 +1,4 @@
-"""Whether the contents of a sound archive mean something and agree with each other (MUST 21 to 44).
+"""Whether the contents of a sound archive mean something and agree with each other (MUST 21 to 45).
 
 The bytes were checked before (``verify.inspect``), so what is found here is not damage: it is a bundle that says two
 different things, or one that was put together from parts of others.
@@ -225,13 +225,14 @@ def entry_digest(binary: str, description: str) -> str:
 
 
 def _entries(sound: Sound, findings: Findings) -> dict[str, Described]:
-    """MUST 26 to 28: the entries by digest."""
+    """MUST 26 to 29: the entries by digest."""
     halves: dict[str, list[str]] = {}
     for name in sound.spans:
         if name.startswith("kernels/"):
             folder, _, half = name.rpartition("/")
             halves.setdefault(folder, []).append(half)
-    found = {}
+    found: dict[str, Described] = {}
+    made_for: dict[tuple[str, str], str] = {}
     for folder, names in halves.items():
         if len(names) != 2:  # MUST 26
             other = "kernel.json" if names == ["kernel.cubin"] else "kernel.cubin"
@@ -245,8 +246,13 @@ def _entries(sound: Sound, findings: Findings) -> dict[str, Described]:
         described = _read(
             sound, f"{folder}/kernel.json", documents.ENTRY, _described, Rule.ENTRY_FIELDS, findings
         )  # MUST 28
-        if described is not None:
-            found[identity] = described
+        if described is None:
+            continue
+        first = made_for.setdefault((described.kernel, described.token), folder)
+        if first != folder:  # MUST 29
+            message = f"of the same kernel and specialization as `{first}`; wanted one entry for it"
+            findings.add(Rule.ENTRY_UNIQUE, f"`{folder}`", message)
+        found[identity] = described
     return found
 
 
@@ -262,13 +268,13 @@ def _described(data: Any) -> Described:
 
 
 def _check_entries(sound: Sound, facts: Fingerprint, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 29 to 32: code and metadata are for the GPU of the fingerprint."""
+    """MUST 30 to 33: code and metadata are for the GPU of the fingerprint."""
     arch = fingerprint.arch_of(str(facts["gpu.capability"]))
     limit = facts["gpu.shared_memory_bytes"]
     assert isinstance(limit, int)
     for identity, described in entries.items():
         folder = folder_of(identity)
-        try:  # MUST 29
+        try:  # MUST 30
             found = elf.read(sound.content(f"{folder}/kernel.cubin")).arch
             if found != arch:
                 message = f"code for sm_{found}; wanted sm_{arch}, as the fingerprint says"
@@ -277,13 +283,13 @@ def _check_entries(sound: Sound, facts: Fingerprint, entries: Mapping[str, Descr
             findings.add(Rule.CUBIN_ARCH, f"`{folder}/kernel.cubin`", f"{error}; wanted a cubin for sm_{arch}")
         place = f"`{folder}/kernel.json`"
         target = described.metadata["target"]
-        if target["arch"] != arch or target["backend"] != facts["gpu.backend"]:  # MUST 30
+        if target["arch"] != arch or target["backend"] != facts["gpu.backend"]:  # MUST 31
             message = f"a target of `{target['backend']}` `{target['arch']}`; wanted `{facts['gpu.backend']}` `{arch}`"
             findings.add(Rule.METADATA_TARGET, place, message)
-        if described.metadata["shared"] > limit:  # MUST 31
+        if described.metadata["shared"] > limit:  # MUST 32
             message = f"{described.metadata['shared']} bytes of shared memory; wanted at most {limit}"
             findings.add(Rule.SHARED_MEMORY, place, message)
-        # MUST 32; hardly any metadata holds a text that begins with a slash
+        # MUST 33; hardly any metadata holds a text that begins with a slash
         suspicious = b'"/' in bytes(sound.content(f"{folder}/kernel.json"))
         for name, text in _paths(described.metadata, "metadata") if suspicious else ():
             message = f"`{name}` holds the path `{text:.80}`; wanted no path of a machine"
@@ -304,7 +310,7 @@ def lib_name(identity: str) -> str:
 
 
 def _check_libraries(sound: Sound, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 33."""
+    """MUST 34."""
     wanted = {lib_name(described.launcher) for described in entries.values() if described.launcher is not None}
     for name, span in sound.spans.items():
         if name.startswith("lib/"):
@@ -320,7 +326,7 @@ def _check_libraries(sound: Sound, entries: Mapping[str, Described], findings: F
 
 
 def _check_choice_entries(parsed: Documents, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 34: every entry that a choice names is there, and is for that kernel and specialization."""
+    """MUST 35: every entry that a choice names is there, and is for that kernel and specialization."""
     for choice in parsed.choices:
         place = f"`choices.json` {choice.kernel.name} {choice.key or ''}".rstrip()
         for token, identity in choice.entries.items():
@@ -335,7 +341,7 @@ def _check_choice_entries(parsed: Documents, entries: Mapping[str, Described], f
 
 
 def _check_entry_choices(sound: Sound, parsed: Documents, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 35: every entry is used: by a choice or, before anything was measured, by a candidate of the plan."""
+    """MUST 36: every entry is used: by a choice or, before anything was measured, by a candidate of the plan."""
     used = {identity for choice in parsed.choices for identity in choice.entries.values()}
     planned: set[tuple[str, str]] = set()
     if sound.header["made"] == "compiled-only":
@@ -352,7 +358,7 @@ def _check_entry_choices(sound: Sound, parsed: Documents, entries: Mapping[str, 
 
 
 def _check_winners(parsed: Documents, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 36: what a winner says about its launch is what its code was compiled with."""
+    """MUST 37: what a winner says about its launch is what its code was compiled with."""
     for choice in parsed.choices:
         place = f"`choices.json` {choice.kernel.name} {choice.key or ''}".rstrip()
         for identity in filter(None, choice.entries.values()):
@@ -378,7 +384,7 @@ def _compiled_for(name: str, value: int, compiled: Any) -> bool:
 
 
 def _check_planned(sound: Sound, parsed: Documents, findings: Findings) -> None:
-    """MUST 37 to 40: one choice for each planned launch, a candidate as its winner, an entry for each variant."""
+    """MUST 38 to 41: one choice for each planned launch, a candidate as its winner, an entry for each variant."""
     choices = {choice.id: choice for choice in parsed.choices}
     for launch in parsed.plan.launches:
         choice = choices.pop(launch.id, None)
@@ -413,7 +419,7 @@ def _check_choice(launch: Launch, choice: Choice, proven: frozenset[bytes], find
 
 
 def _check_made(sound: Sound, parsed: Documents, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 41: a bundle made by the interpreter has no code and one made for a GPU has nothing else."""
+    """MUST 42: a bundle made by the interpreter has no code and one made for a GPU has nothing else."""
     made, backend = sound.header["made"], parsed.fingerprint["gpu.backend"]
     interpreted = made == "interpreted"
     if interpreted != (backend == "interpreter"):
@@ -430,7 +436,7 @@ def _check_made(sound: Sound, parsed: Documents, entries: Mapping[str, Described
 
 
 def _check_profile(sound: Sound, parsed: Documents, findings: Findings) -> None:
-    """MUST 42: the plan and the header are about the GPU and the build of the fingerprint."""
+    """MUST 43: the plan and the header are about the GPU and the build of the fingerprint."""
     profile, facts = parsed.plan.profile, parsed.fingerprint
     line_info = facts.get("build.line_info")
     if line_info is not None and line_info != sound.header["line_info"]:
@@ -450,7 +456,7 @@ def _check_profile(sound: Sound, parsed: Documents, findings: Findings) -> None:
 
 
 def _check_sources(parsed: Documents, findings: Findings) -> None:
-    """MUST 43: every kernel that is launched has its facts, and the fingerprint is of those facts."""
+    """MUST 44: every kernel that is launched has its facts, and the fingerprint is of those facts."""
     facts = parsed.plan.kernels
     for name, kernel in facts.items():
         if kernel.kernel.name != name:
@@ -476,7 +482,7 @@ def counts(plan: Plan, num_choices: int, num_entries: int, num_libs: int, num_re
 
 
 def _check_counts(sound: Sound, parsed: Documents, entries: Mapping[str, Described], findings: Findings) -> None:
-    """MUST 44."""
+    """MUST 45."""
     claimed = sound.header["counts"]
     libs = sum(name.startswith("lib/") for name in sound.spans)
     found = counts(parsed.plan, len(parsed.choices), len(entries), libs, claimed["record"])

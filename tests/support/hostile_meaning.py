@@ -1,4 +1,4 @@
-"""Hostile bundles whose every byte and digest is right, and which still say two different things (MUST 21 to 44)."""
+"""Hostile bundles whose every byte and digest is right, and which still say two different things (MUST 21 to 45)."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ for _what, _line in {
         forged.files["record.jsonl"] += line
 
 
-# ---------------------------------------------------------------------------------------------- MUST 26 to 33
+# ---------------------------------------------------------------------------------------------- MUST 26 to 34
 
 
 @attack("an entry without metadata", Rule.ENTRY_HALVES, place="kernel.json")
@@ -221,6 +221,15 @@ _entry("negative shared memory", Rule.ENTRY_FIELDS, lambda data: data["metadata"
 _entry("an entry with a field more", Rule.ENTRY_FIELDS, lambda data: data.update(extra=1), "extra")
 _entry("a specialization of no form", Rule.ENTRY_FIELDS, lambda data: data.update(specialization=[]), "specialization")
 _entry("a launcher that is no digest", Rule.ENTRY_FIELDS, lambda data: data.update(launcher="x.so"), "launcher")
+
+
+@attack("two entries for one specialization", Rule.ENTRY_UNIQUE, place="kernels/")
+def _(forged: Forged) -> None:
+    other = sound().copy()
+    new = other.change_entry(other.folders[0], cubin=samples.cubin(seed=99))
+    forged.files |= {name: data for name, data in other.files.items() if name.startswith(new)}
+    forged.header["counts"]["entries"] += 1
+
 
 for _arch in (80, 100, 120, 121):
 
@@ -314,7 +323,7 @@ def _(forged: Forged) -> bytes:
     return other.data()
 
 
-# ---------------------------------------------------------------------------------------------- MUST 34 to 40
+# ---------------------------------------------------------------------------------------------- MUST 35 to 41
 
 
 @attack("an entry that is not there", Rule.CHOICE_ENTRIES, place="choices.json")
@@ -346,7 +355,7 @@ def _(forged: Forged) -> None:
 @attack("an entry that nothing uses", Rule.ENTRY_CHOICES, place="kernels/")
 def _(forged: Forged) -> None:
     other = sound().copy()
-    new = other.change_entry(other.folders[0], cubin=samples.cubin(seed=99))
+    new = other.change_entry(other.folders[0], describe=lambda data: data.update(kernel="sample.module9:kernel9"))
     forged.files |= {name: data for name, data in other.files.items() if name.startswith(new)}
     forged.header["counts"]["entries"] += 1
 
@@ -442,7 +451,7 @@ def _(forged: Forged) -> None:
     forged.put("choices.json", choices)
 
 
-# ---------------------------------------------------------------------------------------------- MUST 41 to 44
+# ---------------------------------------------------------------------------------------------- MUST 42 to 45
 
 
 @attack("code in a bundle of the interpreter", Rule.MADE, place="interpreted")

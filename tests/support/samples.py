@@ -27,10 +27,10 @@ def cubin(arch: int = 90, size: int = 4096, seed: int = 0, *, new_abi: bool = Fa
     return bytes(head) + noise
 
 
-def specialization(block: int, warps: int, divisible: bool) -> Specialization:
+def specialization(block: int, warps: int, divisible: bool, n: int = 512) -> Specialization:
     """What a call of the sample kernels specializes on."""
     pointer = Parameter("x", "*bf16", "D" if divisible else "")
-    parameters = (pointer, Parameter("n", "i32", "D"), Parameter("BLOCK", "constexpr", block))
+    parameters = (pointer, Parameter("n", "constexpr", n), Parameter("BLOCK", "constexpr", block))
     return Specialization(parameters, (("num_stages", 3), ("num_warps", warps)))
 
 
@@ -80,7 +80,7 @@ def launch(kernel: Kernel, n: int, case: str) -> Launch:
     key = AutotuneKey((("n", n), ("dtype", Symbol("dtype", "bf16"))), (("x", "torch.bfloat16"),))
     variants = tuple(
         Variant(
-            tuple(specialization(int(c.meta[0][1]), c.num_warps or 4, divisible) for c in CANDIDATES),  # type: ignore[arg-type]
+            tuple(specialization(int(c.meta[0][1]), c.num_warps or 4, divisible, n) for c in CANDIDATES),  # type: ignore[arg-type]
             (case,),
             ((n, 1, 1),),
         )
@@ -117,13 +117,14 @@ def contents(
     for seed, item in enumerate(launches):
         winner = item.candidates[seed % 2]
         made_entries = {}
-        for position, variant in enumerate(item.variants):
+        for variant in item.variants:
             wanted = variant.specializations[seed % 2]
+            noise = int(hashlib.sha256(f"{item.kernel} {wanted.token}".encode()).hexdigest()[:12], 16)
             made_entries[wanted.token] = Entry(
                 item.kernel,
                 wanted,
-                metadata(device.arch, winner.num_warps or 4, key=f"{seed}"),
-                cubin(device.arch, cubin_bytes, 2 * seed + position, new_abi=device.arch >= 100),
+                metadata(device.arch, winner.num_warps or 4, seed=noise),
+                cubin(device.arch, cubin_bytes, noise, new_abi=device.arch >= 100),
                 next(iter(libs), None),
             )
         interpreted = made == "interpreted"

@@ -84,7 +84,7 @@ def _with_winner(base, position: int, winner: int, median: float):
         variant.specializations[winner].token: samples.Entry(
             launch.kernel,
             variant.specializations[winner],
-            samples.metadata(90, config.num_warps, key="new"),
+            samples.metadata(90, config.num_warps, seed=0),
             samples.cubin(90, 5000, 1000 + number),
         )
         for number, variant in enumerate(launch.variants)
@@ -111,7 +111,7 @@ def test_cubin_and_metadata_changed(base, compare):
     assert _titles(found) == ["code"]
     assert {change.kind for change in found.code} == {"cubin"}
     assert {(change.old_bytes, change.new_bytes) for change in found.code} == {(4096, 5000)}
-    assert all([field.name for field in change.fields] == ["key"] for change in found.code)
+    assert all([field.name for field in change.fields] == ["seed"] for change in found.code)
 
     first = next(iter(base.choices[0].entries))
     old = base.entries[base.choices[0].entries[first]]
