@@ -1,4 +1,4 @@
-"""Bundles written and read: what goes in comes out, the same contents give the same bytes, a file is whole or absent."""
+"""Bundles written and read: what goes in comes out, equal contents give equal bytes, a file is whole or absent."""
 
 from __future__ import annotations
 
