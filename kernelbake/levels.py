@@ -48,14 +48,13 @@ class Level:
     error: KernelbakeError | None = None
 
     def to_json(self) -> dict[str, Any]:
-        refused = self.error is not None
         return {
             "level": self.name,
             "outcome": self.outcome.value,
             "text": self.text,
-            "reasons": list(self.error.reasons) if refused else [],
-            "hint": self.error.hint if refused else None,
-            "exit_code": int(self.error.exit_code) if refused else 0,
+            "reasons": list(self.error.reasons) if self.error is not None else [],
+            "hint": self.error.hint if self.error is not None else None,
+            "exit_code": int(self.error.exit_code) if self.error is not None else 0,
         }
 
 

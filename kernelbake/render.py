@@ -180,7 +180,11 @@ def _drawing() -> Iterator[_Lines | _Bars]:
 def progress() -> Iterator[Callable[[int, int, str], None]]:
     """A callback ``(cases done, cases in all, message)`` that shows how far planning is."""
     with _drawing() as drawing:
-        yield lambda done, total, message="": drawing.update("plan", done, total, message)
+
+        def show(done: int, total: int, message: str) -> None:
+            drawing.update("plan", done, total, message)
+
+        yield show
 
 
 @contextlib.contextmanager
