@@ -12,16 +12,13 @@ A shadow run executes a training step on tensors without memory. Three things ar
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch._subclasses.fake_tensor as torch_fakes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -30,10 +27,11 @@ FLOAT_LIMIT = 1 << 16
 """The most elements of a tensor whose content is followed."""
 
 _aten = torch.ops.aten
-_CPU = torch.device("cpu")
-_CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+_META = torch.device("meta")
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
-_DEVICE_QUERY = torch.ops.prim.device.default
+DEVICE_QUERY = torch.ops.prim.device.default
 """How torch's C++ code asks a tensor for its device; Python's ``tensor.device`` does not come this way."""
 _NAMED_AFTER = re.compile(r"^new_|_like$")
 """Operations that make a tensor on the device of another one."""
@@ -42,6 +40,8 @@ _EMPTY = frozenset(
 )
 _OVERWRITES = frozenset({_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.copy_.default})
 """In-place operations whose result does not depend on what was there."""
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_empty_strided = torch.ops.aten.empty_strided.default
 _DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -91,6 +91,13 @@ def content(tensor: torch.Tensor) -> torch.Tensor | None:
         return blank.set_(memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether the content of a tensor is known."""
+    if type(tensor) is not FakeTensor:
+        return tensor.device.type == "cpu"
+    return getattr(tensor.untyped_storage(), "_content", None) is not None
+
+
 def forget(tensor: torch.Tensor) -> None:
     """Drops what is known of the content of a tensor's storage; a kernel may have written to it."""
     if isinstance(tensor, FakeTensor):
@@ -117,52 +124,112 @@ def _remember(fake: torch.Tensor, real: torch.Tensor) -> None:
 # ---------------------------------------------------------------------------------------------- the mode
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Operation:
+    """What is asked about an operation each time it runs.
+
+    Args:
+        dynamic: the shape of its result, or all of it, depends on content.
+        silent: it writes into its arguments and returns nothing.
+        in_place: it returns its first argument, whose layout it leaves alone.
+        writes: it writes into some argument.
+        random: its result is drawn.
+        overwrites: its result does not depend on what its first argument held.
+        uninitialised: its result holds nothing.
+        places: its ``device`` needs a second look.
+    """
+
+    dynamic: bool
+    silent: bool
+    in_place: bool
+    writes: bool
+    random: bool
+    overwrites: bool
+    uninitialised: bool
+    places: bool
+
+
+def _learn(func: Any) -> _Operation:
+    schema, tags = func._schema, func.tags
+    first = schema.arguments[0].alias_info if schema.arguments else None
+    returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
+    in_place = first is not None and first.is_write and returned is not None and returned.is_write
+    return _Operation(
+        dynamic=any(tag in _DYNAMIC for tag in tags) and func is not _aten.lift_fresh.default,
+        silent=schema.is_mutable and not schema.returns,
+        in_place=in_place and torch.Tag.inplace_view not in tags and func._opname.endswith("_"),
+        writes=schema.is_mutable,
+        random=torch.Tag.nondeterministic_seeded in tags,
+        overwrites=func in _OVERWRITES,
+        uninitialised=func in _EMPTY,
+        places=func is _aten._to_copy.default or _NAMED_AFTER.search(func._opname) is not None,
+    )
+
+
 class ShadowMode(FakeTensorMode):
     """Makes every tensor of the process fake while it is entered."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # for a faster one
         self.autocasts = False
         self.moving = False
         self._awaiting_history: set[int] = set()
+        self._operations: dict[Any, _Operation] = {}
+        self._results = ResultCache(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper would cost as much as the work
 
     @property
     def avoid_device_init(self) -> bool:
         return True
 
-    def dispatch(
+    def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs one operation on fake tensors and, where all content is known, on the content too."""
-        kwargs = dict(kwargs or {})
-        if func is _DEVICE_QUERY:
+        if func is DEVICE_QUERY:
             return self.device_for_cpp(args[0])
-        if func is _aten._to_copy.default and kwargs.get("device") is not None:
-            kwargs["device"] = self._destination(args[0], kwargs["device"])
-        elif _NAMED_AFTER.search(func._opname) and isinstance(args[0], FakeTensor) and "device" in kwargs:
-            kwargs["device"] = args[0].fake_device  # the default that C++ code filled in is what it believes
+        operation = self._operations.get(func)
+        if operation is None:
+            operation = self._operations[func] = _learn(func)
+        kwargs = kwargs or {}
+        if operation.places and "device" in kwargs:
+            kwargs = {**kwargs, "device": self._place(func, args[0], kwargs["device"])}
         tensors = _tensors(args, kwargs)
-        self._adopt(tensors)
-        if any(tag in _DYNAMIC for tag in func.tags) and func is not _aten.lift_fresh.default:
+        foreign = [tensor for tensor in tensors if type(tensor) is not FakeTensor]
+        for tensor in foreign:
+            self._adopt(tensor)
+        if operation.dynamic:
             handled, result = self._dynamic(func, args, kwargs, tensors)
             if handled:
                 return result
-        if func._schema.is_mutable and not func._schema.returns:
-            result = None  # writes into tensors whose layout it leaves alone; many have no kernel for fakes
+        if operation.silent:
+            result = None  # many such operations have no kernel for fakes
+        elif operation.in_place and not foreign:
+            result = args[0]
+        elif foreign:
+            result = self.dispatch(func, types, args, kwargs)
         else:
-            result = super().dispatch(func, types, args, kwargs)
-        if func not in _EMPTY:
-            self._follow(func, args, kwargs, tensors, result)
+            result = self._results.get(func, types, args, kwargs, tensors)
+        if not operation.uninitialised:
+            self._follow(operation, func, args, kwargs, tensors, result)
         if self.autocasts:
             recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             self._awaiting_history = {id(item) for item in _tensors((result,), {})} if recorded else set()
         return result
 
-    def _destination(self, tensor: torch.Tensor, device: torch.device) -> torch.device:
-        """Where a copy goes: C++ code names the CPU when it means the device that the tensor is on."""
+    def _place(self, func: Any, tensor: torch.Tensor, device: torch.device | None) -> torch.device | None:
+        """Where a result goes: C++ code names the CPU when it means the device that a tensor is on."""
+        if device is None or not isinstance(tensor, FakeTensor):
+            return device if device is None or not _is_meta(device) else CUDA
+        if func is not _aten._to_copy.default:
+            return tensor.fake_device
         if _is_meta(device):  # so does the borrowed guard call the current device
-            return _CUDA
-        return device if self.moving or not isinstance(tensor, FakeTensor) else tensor.fake_device
+            return CUDA
+        return device if self.moving else tensor.fake_device
 
     def device_for_cpp(self, tensor: FakeTensor) -> torch.device:
         """The device that torch's C++ code is told: the CPU, so that backward asks for no streams.
@@ -171,23 +238,22 @@ class ShadowMode(FakeTensorMode):
         autograd's one look at the result of the operation last made is told from autocast's.
         """
         if self.in_kernel_invocation:
-            return torch.device("meta")
+            return _META
         if tensor.fake_device.type != "cuda":
             return tensor.fake_device
         if not self.autocasts or not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST):
-            return _CPU
+            return CPU
         if id(tensor) in self._awaiting_history:
             self._awaiting_history.discard(id(tensor))
-            return _CPU
+            return CPU
         return tensor.fake_device
 
-    def _adopt(self, tensors: list[torch.Tensor]) -> None:
+    def _adopt(self, tensor: torch.Tensor) -> None:
         """A real tensor from outside is known: its fake twin gets its memory."""
-        for tensor in tensors:
-            if not isinstance(tensor, FakeTensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                twin = self.from_tensor(tensor)
-                if is_followed(tensor):
-                    twin.untyped_storage()._content = tensor.untyped_storage()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            twin = self.from_tensor(tensor)
+            if is_followed(tensor):
+                twin.untyped_storage()._content = tensor.untyped_storage()
 
     def _dynamic(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> tuple[bool, Any]:
         """An operation whose result's shape, or whose result altogether, depends on content."""
@@ -229,10 +295,18 @@ class ShadowMode(FakeTensorMode):
             _remember(fake, real)
         return fake
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], result: Any) -> None:
+    def _follow(
+        self,
+        operation: _Operation,
+        func: Any,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        tensors: list[torch.Tensor],
+        result: Any,
+    ) -> None:
         """Carries content from the arguments of an operation to its result, or drops what it has made unknown."""
-        written = _written(func, args, kwargs) if func._schema.is_mutable else []
-        if not self._can_compute(func, args, kwargs, tensors, written, result):
+        written = _written(func, args, kwargs) if operation.writes else []
+        if not self._can_compute(operation, kwargs, tensors, written, result):
             for tensor in written:
                 forget(tensor)
             return
@@ -242,24 +316,142 @@ class ShadowMode(FakeTensorMode):
                     blank = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8)
                 tensor.untyped_storage()._content = blank.untyped_storage()
         with _disable_current_modes():
-            real = func(*_to_real(args), **_to_real(kwargs))
+            real = func(*_to_real(args), **_to_real(dict(kwargs)))
             known = {id(tensor.untyped_storage()) for tensor in tensors}
             for fake, value in zip(_tensors((result,), {}), _tensors((real,), {}), strict=True):
                 if id(fake.untyped_storage()) not in known and is_followed(fake):
                     _remember(fake, value)
 
     def _can_compute(
-        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], written: list[torch.Tensor], result: Any
+        self,
+        operation: _Operation,
+        kwargs: Mapping[str, Any],
+        tensors: list[torch.Tensor],
+        written: list[torch.Tensor],
+        result: Any,
     ) -> bool:
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_known_draw(kwargs, result):
+        overwritten = written[0] if operation.overwrites and written and _owns_storage(written[0]) else None
+        if not all(tensor is overwritten or is_known(tensor) for tensor in tensors):
+            return False
+        if operation.random and not _is_known_draw(kwargs, result):
             return False
         results = _tensors((result,), {})
         if not results and not written:
             return False
-        if not all(is_followed(item) for item in results) or (not tensors and any(map(_is_meta, results))):
-            return False
-        overwritten = written[0] if func in _OVERWRITES and written and _owns_storage(written[0]) else None
-        return all(tensor is overwritten or content(tensor) is not None for tensor in tensors)
+        return all(map(is_followed, results)) and (bool(tensors) or not any(map(_is_meta, results)))
+
+
+class ResultCache:
+    """The layouts of results that equal calls had before: most of a training step repeats itself, layer by layer."""
+
+    def __init__(self, mode: ShadowMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, tuple[type | None, tuple[_Layout | None, ...]]] = {}
+        self._templates: dict[torch.device, dict[str, Any]] = {}
+
+    def get(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        """The result of an operation on fake tensors."""
+        key = _call_key(func, args, kwargs)
+        known = self._known.get(key) if key is not None else None
+        if known is not None:
+            kind, layouts = known
+            items = [layout if layout is None else self._make(layout, tensors) for layout in layouts]
+            return items[0] if kind is None else kind(items)
+        result = self._mode.dispatch(func, types, args, kwargs)
+        if key is not None:
+            self._learn(key, result, tensors)
+        return result
+
+    def _learn(self, key: Any, result: Any, tensors: list[torch.Tensor]) -> None:
+        kind = type(result) if type(result) in (list, tuple) else None
+        items = [result] if kind is None else list(result)
+        layouts = [None if item is None else _layout(item, tensors) for item in items]
+        if all(item is None or layout is not None for item, layout in zip(items, layouts, strict=True)):
+            self._known[key] = (kind, tuple(layouts))
+
+    def _make(self, layout: _Layout, tensors: list[torch.Tensor]) -> torch.Tensor:
+        if layout.shares is None:
+            memory = _empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=_META)
+        else:
+            storage = tensors[layout.shares].untyped_storage()
+            memory = _empty_strided((), (), dtype=layout.dtype, device=_META)
+            memory.set_(storage, layout.offset, layout.shape, layout.stride)
+        return self._fake(memory, layout.device)
+
+    def _fake(self, memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A fake tensor as torch's own constructor makes it; what one of its making looks like is copied."""
+        template = self._templates.get(device)
+        if template is None:
+            made: torch.Tensor = FakeTensor(self._mode, memory, device)
+            self._templates[device] = dict(made.__dict__)
+            return made
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(template)
+        return fake
+
+
+class _Layout(NamedTuple):
+    """Layout of a result; ``shares`` is the position among the tensor arguments of the one whose storage it views."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    shares: int | None
+
+
+def _layout(item: Any, tensors: list[torch.Tensor]) -> _Layout | None:
+    """The layout of a result, or None where it cannot be made again from its layout."""
+    if type(item) is not FakeTensor or item.layout is not torch.strided or item.dtype.is_complex:
+        return None
+    storage = item.untyped_storage()._cdata
+    sharing = [place for place, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
+    if any(item is tensor for tensor in tensors):
+        return None
+    shape, stride, offset = tuple(item.shape), item.stride(), item.storage_offset()
+    if not sharing and (offset or item.untyped_storage().nbytes() != _extent(shape, stride) * item.element_size()):
+        return None
+    return _Layout(shape, stride, offset, item.dtype, item.fake_device, sharing[0] if sharing else None)
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory that a strided tensor needs."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Everything that the layout of a result can depend on, or None where that cannot be told."""
+    try:
+        parts = [_call_part(arg) for arg in args]
+        return (func, *parts, *((name, _call_part(value)) for name, value in kwargs.items()))
+    except TypeError:
+        return None
+
+
+def _call_part(item: Any) -> Any:
+    kind = type(item)
+    if kind is FakeTensor:
+        return (item.shape, item.stride(), item.storage_offset(), item.dtype, item._fake_device)
+    if kind in _PLAIN:
+        return (kind, item)
+    if kind in (list, tuple):
+        return tuple([_call_part(part) for part in item])
+    if isinstance(item, torch._C.Generator):
+        return kind
+    raise TypeError(kind.__name__)
 
 
 def _is_known_draw(kwargs: Mapping[str, Any], result: Any) -> bool:
@@ -315,182 +507,9 @@ def _to_real(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         return _real(item)
     if isinstance(item, torch.device):
-        return _CPU
+        return CPU
     if isinstance(item, list | tuple):
         return type(item)(_to_real(inner) for inner in item)
     if isinstance(item, dict):
         return {name: _to_real(inner) for name, inner in item.items()}
     return item
-
-
-# ---------------------------------------------------------------------------------------------- installation
-
-
-@contextlib.contextmanager
-def entered(mode: ShadowMode) -> Iterator[None]:
-    """Runs a block on fake tensors: the mode, and the few places where torch itself must treat them as real."""
-    torch.autograd.set_multithreading_enabled(False)
-    with contextlib.ExitStack() as stack:
-        _replace(stack, torch_fakes, "init_gpu_context", lambda device: None)
-        _replace(stack, torch._functorch.config, "fake_tensor_prefer_device_type", "cuda")
-        _replace(stack, torch.nn.Module, "_apply", _apply)
-        _replace(stack, torch, "set_autocast_enabled", _noting(mode, torch.set_autocast_enabled))
-        _replace(stack, functional, "scaled_dot_product_attention", _attention(mode))
-        for name, value in _methods().items():
-            _replace(stack, FakeTensor, name, value)
-        stack.enter_context(mode)
-        yield
-
-
-def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    missing = object()
-    old = vars(owner).get(name, missing) if isinstance(owner, type) else getattr(owner, name)
-    setattr(owner, name, value)
-    stack.callback(delattr, owner, name) if old is missing else stack.callback(setattr, owner, name, old)
-
-
-def _methods() -> dict[str, Any]:
-    """Methods of fake tensors that answer from what Python and the content say, not from what C++ code believes."""
-    return {
-        "__torch_dispatch__": _answering_device(FakeTensor.__torch_dispatch__),
-        "is_cuda": property(lambda self: self.device.type == "cuda"),
-        "is_cpu": property(lambda self: self.device.type == "cpu"),
-        "to": _to,
-        "cpu": lambda self, memory_format=torch.preserve_format: _moved(self, _CPU, None, False, memory_format),
-        "cuda": lambda self, device=None, non_blocking=False, memory_format=torch.preserve_format: _moved(
-            self, _CUDA, None, False, memory_format
-        ),
-        "tolist": _tolist,
-        "numpy": _numpy,
-        "__array__": _array,
-    }
-
-
-def _noting(mode: ShadowMode, original: Any) -> Any:
-    """``torch.set_autocast_enabled``, which says what is on where torch's own question cannot: inside a kernel."""
-
-    def set_autocast_enabled(*args: Any) -> None:
-        original(*args)
-        mode.autocasts = torch.is_autocast_enabled("cuda")
-
-    return set_autocast_enabled
-
-
-def _attention(mode: ShadowMode) -> Any:
-    """Attention that casts first: builds with CUDA ask the device which kernel to take when they are told CUDA."""
-    original = functional.scaled_dot_product_attention
-
-    def scaled_dot_product_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if not mode.autocasts:
-            return original(query, key, value, *args, **kwargs)
-        dtype = torch.get_autocast_dtype("cuda")
-        with torch.autocast("cuda", enabled=False):
-            return original(query.to(dtype), key.to(dtype), value.to(dtype), *args, **kwargs)
-
-    return scaled_dot_product_attention
-
-
-def _answering_device(original: Any) -> Any:
-    """``FakeTensor.__torch_dispatch__`` that tells torch's C++ code that a CUDA tensor's device is the CPU."""
-
-    def torch_dispatch(
-        cls: type, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is _DEVICE_QUERY:
-            return args[0].fake_mode.device_for_cpp(args[0])
-        return original(func, types, args, kwargs or {})
-
-    return classmethod(torch_dispatch)
-
-
-def _to(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``Tensor.to`` in all its forms."""
-    if self.fake_mode.in_kernel_invocation:
-        return torch.Tensor.to(self, *args, **kwargs)
-    if args and isinstance(args[0], torch.Tensor):
-        args = (args[0].device, args[0].dtype, *args[1:])
-    elif "other" in kwargs:
-        other = kwargs.pop("other")
-        args = (other.device, other.dtype)
-    copy = kwargs.pop("copy", False)
-    if len(args) > 1 and isinstance(args[-1], bool):  # …, non_blocking, copy
-        flags = [arg for arg in args if isinstance(arg, bool)]
-        copy = copy or (len(flags) > 1 and flags[1])
-        args = args[: len(args) - len(flags)]
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    return _moved(self, device, dtype, copy, memory_format)
-
-
-def _moved(
-    tensor: Any, device: torch.device | None, dtype: torch.dtype | None, copy: bool, memory_format: Any
-) -> torch.Tensor:
-    here = tensor.fake_device
-    device = here if device is None or device.type == here.type else device
-    dtype = dtype or tensor.dtype
-    memory_format = memory_format or torch.preserve_format
-    laid_out = memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format)
-    if device == here and dtype == tensor.dtype and laid_out and not copy:
-        return tensor  # type: ignore[no-any-return]
-    mode = tensor.fake_mode
-    mode.moving, before = True, mode.moving
-    try:
-        moved: torch.Tensor = _aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=memory_format)
-    finally:
-        mode.moving = before
-    return moved
-
-
-def _tolist(self: torch.Tensor) -> Any:
-    value = _asked(self, "tolist")
-    with _disable_current_modes():
-        return value.tolist()
-
-
-def _numpy(self: torch.Tensor, *, force: bool = False) -> Any:
-    value = _asked(self, "numpy")
-    with _disable_current_modes():
-        return value.clone().numpy()
-
-
-def _array(self: torch.Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
-    array = _numpy(self)
-    return array if dtype is None else array.astype(dtype)
-
-
-def _asked(tensor: torch.Tensor, method: str) -> torch.Tensor:
-    value = content(tensor)
-    if value is None:
-        raise UnknownValueError(
-            f"`{method}` needs the content of a tensor of shape {tuple(tensor.shape)} and dtype `{tensor.dtype}`, "
-            "which no shadow run knows"
-        )
-    return value
-
-
-def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-    """``Module._apply``, which moves parameters in place; torch's own cannot with fake ones."""
-    if recurse:
-        for child in module.children():
-            child._apply(function)
-    for parameter in module._parameters.values():
-        if parameter is None:
-            continue
-        with torch.no_grad():
-            _set_data(parameter, function(parameter))
-            if parameter.grad is not None:
-                _set_data(parameter.grad, function(parameter.grad))
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = function(buffer)
-    return module
-
-
-def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """``tensor.data = value``, which torch does not offer for fakes of two devices: the insides are exchanged."""
-    if value is tensor:
-        return
-    other = value.detach().requires_grad_(tensor.requires_grad)
-    torch._C._swap_tensor_impl(tensor, other)
-    mine, theirs = dict(tensor.__dict__), dict(other.__dict__)
-    tensor.__dict__.update(theirs)
-    other.__dict__.update({name: mine[name] for name in theirs if name in mine})

@@ -26,7 +26,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from kernelbake import bounds, fakedevice, faketensors, triton_api, workload, writes
+from kernelbake import bounds, fakedevice, fakepatches, faketensors, triton_api, workload, writes
 from kernelbake.errors import KernelbakeError, PlanError
 from kernelbake.keys import Case
 from kernelbake.plan import KernelFacts, Launch, Plan, collect
@@ -215,7 +215,7 @@ def _target(profile: DeviceProfile) -> Any:
 @contextlib.contextmanager
 def _shadowed(log: LaunchLog) -> Iterator[None]:
     mode = faketensors.ShadowMode()
-    with intercepted(log.record), faketensors.entered(mode), _no_compilation():
+    with intercepted(log.record), fakepatches.entered(mode), _no_compilation():
         yield
 
 
