@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import os
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,6 +143,7 @@ class FakeDriver(DriverBase):
         self.utils = FakeUtils(self)
         self.launched: list[Launched] = []
         self.keep = True
+        self.delay: Callable[[], float] = lambda: 0.0
         self._on_launch = on_launch
         self._on_tensors = on_tensors
         self._local = threading.local()
@@ -190,11 +193,13 @@ class FakeDriver(DriverBase):
         return torch.cpu
 
     def get_benchmarker(self) -> Any:
-        def bench(call: Callable[[], None], quantiles: Any = None, **more: Any) -> list[float]:
-            call()
-            return [1.0] * len(quantiles or (0.5,))
+        return self.bench
 
-        return bench
+    def bench(self, call: Callable[[], None], quantiles: Any = None, **more: Any) -> list[float]:
+        """Runs a candidate once, and takes a while over it in the threads that ``delay`` gives one."""
+        call()
+        time.sleep(self.delay())
+        return [1.0] * len(quantiles or (0.5,))
 
     def get_empty_cache_for_benchmark(self) -> None:
         return None
@@ -208,6 +213,7 @@ def active(driver: FakeDriver) -> Iterator[FakeDriver]:
     """Makes the driver Triton's for a while, and lets stock Triton "compile" for it in no time."""
     config = triton.runtime.driver
     before = config._active, JITFunction._do_compile
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
     names = ("PyKernelArg", "ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")
     kept = {name: getattr(nvidia, name) for name in names if hasattr(nvidia, name)}
     nvidia.PyKernelArg = types.SimpleNamespace
