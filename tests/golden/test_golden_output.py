@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 from pathlib import Path
@@ -28,7 +29,9 @@ def compare(name: str, text: str) -> None:
     if os.environ.get("KERNELBAKE_WRITE_GOLDEN"):
         FILES.mkdir(exist_ok=True)
         path.write_text(text)
-    assert text == path.read_text(), f"{path.name} differs; `make golden` writes it anew"
+    if text != (golden := path.read_text()):
+        lines = difflib.unified_diff(golden.splitlines(), text.splitlines(), path.name, "now", lineterm="", n=1)
+        pytest.fail("\n".join([*lines, "`make golden` writes it anew"]), pytrace=False)
 
 
 @pytest.fixture(autouse=True)
