@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -144,20 +145,34 @@ def test_the_frozen_runtime_does_not(gpu: fakegpu.FakeDriver, monkeypatch: pytes
     assert kernels.tuned.cache == {}
 
 
-def test_stock_triton_mixes_tensors_that_it_restores(gpu: fakegpu.FakeDriver) -> None:
-    """Restored copies lie on the shared object: one thread's data ends in another's tensor, or the copies are gone."""
-    gpu.delay = lambda: 0.0
-    slow = threading.Event()
+def grow(launch: Launched) -> None:
+    """A kernel that adds one to its first tensor, and takes a while."""
+    memory = floats(launch.values[0], WIDTH)
+    for i in range(WIDTH):
+        memory[i] += 1
+    time.sleep(0.03)
 
-    def carry(launch: Launched) -> None:
-        carry_out(launch)
-        slow.wait(0.05)
 
-    gpu._on_launch = carry
+def grown(owns: Sequence[Buffers]) -> Callable[[int], None]:
+    return lambda index: kernels.restoring[(1,)](owns[index].x, owns[index].y, 3.0, owns[index].size)
+
+
+def test_stock_triton_loses_what_it_should_restore(gpu: fakegpu.FakeDriver) -> None:
+    """Copies lie on the shared object: a thread gets another's back, or none, and sums count its benchmarks too."""
+    gpu._on_launch = grow
     owns = [Buffers(index) for index in range(4)]
-    errors = in_threads(4, lambda i: kernels.restoring[(1,)](owns[i].x, owns[i].y, 3.0, owns[i].size), gpu)
-    wrong = [own for own in owns if own.x[0].item() != own.value]
-    assert wrong or errors
+    errors = in_threads(4, grown(owns), gpu)
+    assert errors or [own for own in owns if own.x[0].item() != own.value + 1]
+
+
+def test_the_frozen_runtime_restores_nothing_and_loses_nothing(
+    gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu._on_launch = grow
+    owns = [Buffers(index) for index in range(4)]
+    with lab.frozen(lab.bake(calls()), monkeypatch, devices=range(4)):
+        assert in_threads(4, grown(owns), gpu) == []
+    assert [own.x[0].item() for own in owns] == [own.value + 1 for own in owns]
 
 
 # ---------------------------------------------------------------------------------------------- stress
