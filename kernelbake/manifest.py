@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from kernelbake import profiles, workload, yamlfile
-from kernelbake.errors import InputError, ManifestError
+from kernelbake.errors import BuildError, InputError, ManifestError
 from kernelbake.profiles import DeviceProfile
 from kernelbake.yamlfile import Document, Fault
 
@@ -228,6 +230,7 @@ def load(path: Path | str) -> Manifest:
     Raises:
         ManifestError: with every fault of the file.
         InputError: the file cannot be read.
+        BuildError: it asks for the GPU of this machine, and there is none.
     """
     try:
         with Path(path).open("rb") as file:
@@ -246,6 +249,7 @@ def parse(text: bytes, source: str) -> Manifest:
 
     Raises:
         ManifestError: with every fault, each with its line and dotted path.
+        BuildError: it asks for the GPU of this machine, and there is none.
     """
     document = yamlfile.read(text)
     faults = list(document.faults)
@@ -275,8 +279,8 @@ def _check(document: Document, text: bytes, source: str, faults: list[Fault]) ->
     unread = {fault.path for fault in faults}
     faults += [fault for fault in found if fault.path not in unread]
     faults += _own_faults(document, data)
-    profile = _profile(document, data.get("gpu"), faults)
     plugin, section = _section(document, data.get("workload"), faults)
+    profile = _profile(document, data.get("gpu"), faults)
     if faults or model is None or profile is None or section is None:
         return None
     return Manifest(FORMAT, model.name, profile, plugin, section, model.measure, model.compile, text, source)
@@ -303,7 +307,9 @@ def _profile(document: Document, gpu: Any, faults: list[Fault]) -> DeviceProfile
         faults.append(Fault(line, ("gpu",), "wanted either `profile` or `custom`"))
     elif isinstance(gpu.get("profile"), str):
         try:
-            return _running() if gpu["profile"] == RUNNING else profiles.load(gpu["profile"])
+            if gpu["profile"] == RUNNING:
+                return None if faults else _running()  # asking the GPU takes seconds
+            return profiles.load(gpu["profile"])
         except InputError as error:
             faults.append(Fault(document.line(("gpu", "profile")), ("gpu", "profile"), error.message))
     elif isinstance(gpu.get("custom"), dict):
@@ -315,10 +321,23 @@ def _profile(document: Document, gpu: Any, faults: list[Fault]) -> DeviceProfile
 
 
 def _running() -> DeviceProfile:
-    """The profile of the GPU in this machine."""
-    from kernelbake import host
+    """The profile of the GPU in this machine, asked in a child process: no CUDA context may stay in this one.
 
-    return host.running_profile()
+    Raises:
+        BuildError: there is no GPU that can be used.
+    """
+    from kernelbake import gpu, planner
+
+    own_path = planner.environment(os.environ, interpreted=False)["PYTHONPATH"]
+    with tempfile.TemporaryDirectory() as folder:
+        probe = gpu.Probe({**os.environ, "PYTHONPATH": own_path}, Path(folder) / "probe.log")
+        try:
+            return DeviceProfile.from_json(probe.answer()["profile"])
+        except BuildError as error:
+            hint = f"name a device profile instead of `{RUNNING}`: {', '.join(profiles.names())}"
+            raise BuildError(error.message, reasons=error.reasons, hint=hint) from error
+        finally:
+            probe.close()
 
 
 def _section(document: Document, section: Any, faults: list[Fault]) -> tuple[str, dict[str, Any] | None]:

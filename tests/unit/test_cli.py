@@ -316,7 +316,7 @@ def test_plan_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     code, out, err = call(capsys, "plan", "-m", "cpu.yaml", "--by", by)
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "NVIDIA H200, 2 cases, 0 skipped"
-    assert out.splitlines()[-1] == "4 keys, 4 launches, 8 candidates, 8 binaries to compile, 8 to hold"
+    assert out.splitlines()[-1] == "4 keys, 4 launches, 8 candidates, 16 binaries to compile, 8 to hold"
     assert "sample.module0.kernel0" in out
 
 

@@ -24,6 +24,7 @@ MAY_LOAD_HEAVY = {
     "kernelbake.triton_api",
     # parts of a shadow run
     "kernelbake.fakedevice",
+    "kernelbake.fakepatches",
     "kernelbake.faketensors",
     "kernelbake.recorder",
     # parts of measuring
@@ -58,6 +59,7 @@ DFLASH_MAY_USE = {"kernelbake." + name for name in ("errors", "freeze", "keys", 
 
 CHILDREN = {
     "kernelbake.compile": "forked compilers end with `os._exit`, so that nothing of the parent runs twice",
+    "kernelbake.probe": "the process that looks at the GPU: it ends without destructors",
     "kernelbake.selfcheck": "the process that checks a packed bundle: it answers with its exit status",
     "kernelbake.worker_main": "the measuring process: its streams are the parent's pipes",
     "kernelbake.worker": "the child that a time limit kills ends with `os._exit`",

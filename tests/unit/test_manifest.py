@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import fakeplugin
 import pytest
 
-from kernelbake import manifest, profiles, workload
-from kernelbake.errors import InputError, ManifestError
+from kernelbake import gpu, manifest, profiles, workload
+from kernelbake.errors import BuildError, InputError, ManifestError
 
 ROOT = Path(__file__).parents[2]
 GOOD = """\
@@ -169,6 +170,46 @@ def test_a_workload_that_cannot_be_asked(text: str, message: str) -> None:
 def test_the_gpu_is_named_or_written_out(text: str) -> None:
     found = faults(GOOD.replace("{profile: h200}", text))
     assert "line 3, gpu: wanted either `profile` or `custom`" in found
+
+
+def test_the_gpu_of_this_machine_is_asked_for_where_nothing_else_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Probe:
+        def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+            assert log.parent.is_dir()
+
+        def answer(self) -> dict[str, Any]:
+            asked.append("once")
+            return {"profile": {**profiles.load("h200").to_json(), "name": "NVIDIA Mine"}, "uuid": "GPU-1"}
+
+        def close(self) -> None:
+            asked.append("closed")
+
+    monkeypatch.setattr(gpu, "Probe", Probe)
+    text = GOOD.replace("h200", "running")
+    assert manifest.parse(text.encode(), "x").profile.name == "NVIDIA Mine"
+    assert asked == ["once", "closed"]
+    faults(text.replace("[16, 32]", "[]"))
+    assert asked == ["once", "closed"]
+
+
+def test_no_gpu_to_ask_is_a_build_error_that_names_the_profiles() -> None:
+    class Probe:
+        def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+            pass
+
+        def answer(self) -> dict[str, Any]:
+            raise BuildError("GPU: device 0 is not there", hint="something else")
+
+        def close(self) -> None:
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "Probe", Probe)
+        with pytest.raises(BuildError, match="GPU: device 0 is not there") as caught:
+            manifest.parse(GOOD.replace("h200", "running").encode(), "x")
+    assert str(caught.value.hint).startswith("name a device profile instead of `running`: b200, h100")
 
 
 CUSTOM = """\
