@@ -253,7 +253,7 @@ def _live_kernels(held: Bundle) -> dict[str, Any]:
 
     live: dict[str, Any] = {}
     reasons: list[str] = []
-    for name, planned in held.plan.kernels.items():
+    for name, planned in sorted(held.plan.kernels.items()):
         try:
             live[name] = triton_api.find(planned.kernel)
             reasons += [f"kernel {name}: {line}" for line in _changes(planned, triton_api.facts(live[name]))]
