@@ -6,18 +6,24 @@ text of fixed layout, the same on a terminal and in a file; rich draws progress,
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kernelbake.errors import InputError, KernelbakeError
 
 if TYPE_CHECKING:
-    from kernelbake.plan import Plan
+    from kernelbake.diff import Diff
+    from kernelbake.inspect import Covered, Explained, Shown
+    from kernelbake.levels import Report
+    from kernelbake.plan import Choice, Plan
+    from kernelbake.progress import BuildResult, Event
 
 REPORT_HINT = (
     "this is a fault of kernelbake: please report it with the lines above and the output of `kernelbake --version`"
@@ -119,11 +125,16 @@ def counted(count: int, noun: str) -> str:
 
 
 class _Lines:
-    """Progress as plain lines: a phase's begin and end, and between them one line every few seconds."""
+    """Progress as plain lines: the first and last of a phase, and between them one every few seconds."""
 
     def __init__(self) -> None:
         self._phase = ""
         self._next = 0.0
+
+    def begin(self, phase: str) -> None:
+        self._phase = phase
+        self._next = time.monotonic() + _PLAIN_INTERVAL_S
+        note(phase)
 
     def update(self, phase: str, done: int, total: int | None, message: str) -> None:
         now = time.monotonic()
@@ -136,15 +147,25 @@ class _Lines:
 
 
 class _Bars:
-    """Progress as bars, one for each phase."""
+    """Progress as bars, one for each phase; a phase is over when the next one begins."""
 
     def __init__(self, bars: Any) -> None:
         self._bars = bars
         self._tasks: dict[str, Any] = {}
+        self._phase = ""
+
+    def begin(self, phase: str) -> None:
+        if self._phase and phase != self._phase:
+            task = self._bars.tasks[self._tasks[self._phase]]
+            total = task.total if task.total is not None else 1
+            self._bars.update(task.id, total=total, completed=total, message="")
+        self._phase = phase
+        if phase not in self._tasks:
+            self._tasks[phase] = self._bars.add_task(phase, total=None, message="")
 
     def update(self, phase: str, done: int, total: int | None, message: str) -> None:
-        if phase not in self._tasks:
-            self._tasks[phase] = self._bars.add_task(phase, total=total or None, message=message)
+        if phase != self._phase:
+            self.begin(phase)
         self._bars.update(self._tasks[phase], completed=done, total=total or None, message=message)
 
 
@@ -188,25 +209,36 @@ def progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 @contextlib.contextmanager
-def events(*, as_json: bool) -> Iterator[Callable[[Any], None]]:
-    """A callback for the events of a build."""
+def events(*, as_json: bool) -> Iterator[Callable[[Event], None]]:
+    """A callback for the events of a build: JSON lines on stdout, or progress with rejected candidates counted."""
     if as_json:
-        yield lambda event: _write(sys.stdout, json.dumps(_event(event), allow_nan=False) + "\n")
+        yield lambda event: line(json.dumps(dataclasses.asdict(event), allow_nan=False))
         return
+    rejected: collections.Counter[str] = collections.Counter()
     with _drawing() as drawing:
 
-        def show(event: Any) -> None:
-            if event.kind in ("phase", "progress"):
-                drawing.update(event.phase, event.done or 0, event.total, event.message)
-            else:
+        def show(event: Event) -> None:
+            if event.kind == "phase":
+                drawing.begin(event.phase)
+            elif event.kind == "rejected":
+                rejected[str(event.data["outcome"])] += 1
+            elif event.kind == "note":
                 note(f"{event.phase}: {event.message}")
+            else:
+                counts = f" (rejected: {_reasons(rejected)})" if rejected else ""
+                drawing.update(event.phase, event.done or 0, event.total, f"{event.message}{counts}")
 
         yield show
 
 
-def _event(event: Any) -> dict[str, Any]:
-    names = ("kind", "phase", "done", "total", "message", "data")
-    return {name: getattr(event, name) for name in names}
+def _rejected(rejected: Mapping[str, int]) -> str:
+    return f"{sum(rejected.values()):,}{f' ({_reasons(rejected)})' if rejected else ''}"
+
+
+def _reasons(rejected: Mapping[str, int]) -> str:
+    """``3 timeout, 1 crash``: counts by reason, the most frequent first."""
+    ordered = sorted(rejected.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
 
 
 # ---------------------------------------------------------------------------------------------- results
@@ -263,7 +295,7 @@ def _print(lines: Iterable[str]) -> None:
         line(text)
 
 
-def built(result: Any, *, as_json: bool) -> None:
+def built(result: BuildResult, *, as_json: bool) -> None:
     """What a build came to; its digest is the only data."""
     rejected = dict(sorted(result.rejected.items()))
     if as_json:
@@ -281,17 +313,16 @@ def built(result: Any, *, as_json: bool) -> None:
         }
         line(json.dumps(values, allow_nan=False))
         return
-    reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
     note(f"keys        {result.keys:,}")
     note(f"candidates  {result.candidates:,}")
-    note(f"rejected    {sum(rejected.values()):,}{f' ({reasons})' if reasons else ''}")
+    note(f"rejected    {_rejected(rejected)}")
     note(f"entries     {result.entries:,}")
     note(f"bundle      {result.path}, {bytes_text(result.bundle_bytes)}, made: {result.made}")
     note(f"seconds     {', '.join(f'{phase} {seconds:.1f}' for phase, seconds in result.seconds.items())}")
     line(result.digest)
 
 
-def verified(report: Any, *, as_json: bool) -> None:
+def verified(report: Report, *, as_json: bool) -> None:
     """A verification, one line for each level that proved something or says why it did not."""
     if as_json:
         data(report.to_json())
@@ -307,7 +338,7 @@ def verified(report: Any, *, as_json: bool) -> None:
             _print(f"{'':<10} {reason}" for reason in level.error.reasons)
 
 
-def shown(summary: Any, *, as_json: bool) -> None:
+def shown(summary: Shown, *, as_json: bool) -> None:
     """A bundle in short."""
     if as_json:
         data(summary.to_json())
@@ -320,8 +351,7 @@ def shown(summary: Any, *, as_json: bool) -> None:
     line(
         f"planned     {', '.join(counted(counts[noun + 's'], noun) for noun in ('case', 'kernel', 'key', 'candidate'))}"
     )
-    reasons = ", ".join(f"{count} {reason}" for reason, count in summary.rejected.items())
-    line(f"tried       {counts['tried']:,}, rejected {counts['rejected']:,}{f' ({reasons})' if reasons else ''}")
+    line(f"tried       {counts['tried']:,}, rejected {_rejected(summary.rejected)}")
     line()
     fields = [(name, cls, _value(value)) for name, cls, value in summary.fingerprint]
     _print(table(("field", "class", "value"), fields))
@@ -331,7 +361,7 @@ def shown(summary: Any, *, as_json: bool) -> None:
     _print(_choices(summary.choices))
 
 
-def _choices(choices: Iterable[Any]) -> list[str]:
+def _choices(choices: Iterable[Choice]) -> list[str]:
     header = ("kernel", "key", "winner", "median ms", "binaries")
     rows = [
         (choice.kernel.name, choice.key or "-", choice.winner, _ms(choice.times.get("median_ms")), len(choice.entries))
@@ -348,7 +378,7 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def coverage(found: Any, *, as_json: bool) -> None:
+def coverage(found: Covered, *, as_json: bool) -> None:
     """A bundle against a plan."""
     if as_json:
         data(found.to_json())
@@ -362,7 +392,7 @@ def coverage(found: Any, *, as_json: bool) -> None:
         line(f"unused   {held[id_].kernel.name} {held[id_].key or '(not tuned)'}")
 
 
-def explained(items: Sequence[Any], *, as_json: bool) -> None:
+def explained(items: Sequence[Explained], *, as_json: bool) -> None:
     """Why decisions are in a bundle."""
     if as_json:
         data([item.to_json() for item in items])
@@ -382,7 +412,7 @@ def explained(items: Sequence[Any], *, as_json: bool) -> None:
             line(f"  nearest  {key}; differs in {', '.join(differences)}")
 
 
-def diff(found: Any, *, as_json: bool) -> None:
+def diff(found: Diff, *, as_json: bool) -> None:
     """Two bundles compared."""
     if as_json:
         data(found.to_json())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from kernelbake import bundle, cli, errors, levels, planner, render
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 1.0
-"""Twice the promised 0.5 s, for a machine that is busy. Seen on 2 cores: 0.08 s for --help, 0.17 s for verify."""
+"""Twice the promised 0.5 s, in time of the processor: other work on the machine does not count. Seen on 2 cores that had
+nothing else to do: 0.08 s for --help, 0.17 s for verify, both of the clock."""
 
 HEAVY = ("torch", "triton", "numpy", "fla", "transformers", "rich", "pydantic")
 
@@ -67,7 +68,7 @@ def test_starting_is_quick_and_loads_nothing_heavy(held: Path, command: list[str
         "finally:\n"
         f"    sys.stderr.write('loaded: ' + ' '.join(name for name in {HEAVY!r} if name in sys.modules))\n"
     )
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=held.parent,
@@ -76,7 +77,8 @@ def test_starting_is_quick_and_loads_nothing_heavy(held: Path, command: list[str
         text=True,
         check=False,
     )
-    seconds = time.monotonic() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "loaded: ")
     assert seconds < START_LIMIT_S
 
