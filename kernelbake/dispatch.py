@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -399,7 +400,8 @@ def _check_complete(kernel: FrozenKernel, given: Mapping[str, Any]) -> None:
     """Raises the ``TypeError`` of a call that lacks an argument, which Triton too would find before it launches."""
     supplied = {name for level in triton_api.levels(kernel.launchable) for name in getattr(level, "values", {})}
     supplied |= {name for config in triton_api.autotuner_of(kernel.launchable).configs for name in config.kwargs}
-    required = [facts["name"] for facts in triton_api.parameter_facts(kernel.function) if "default" not in facts]
+    parameters = inspect.signature(kernel.function.fn).parameters.values()
+    required = [one.name for one in parameters if one.default is one.empty and one.kind != one.VAR_POSITIONAL]
     missing = [name for name in required if name not in given and name not in supplied]
     if missing:
         raise TypeError(f"{kernel.held.kernel.qualname}() misses arguments: {', '.join(map(repr, missing))}")

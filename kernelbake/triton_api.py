@@ -906,7 +906,7 @@ def parameter_facts(function: Any) -> Iterator[dict[str, Any]]:
     Raises:
         TypeError: a parameter takes any number of arguments.
     """
-    for parameter in function.params:
+    for parameter in compiled_function(function).params:
         declared = parameter._param
         if declared.kind in (declared.VAR_POSITIONAL, declared.VAR_KEYWORD):
             raise TypeError(f"`{parameter.name}` takes any number of arguments")
