@@ -16,9 +16,12 @@ class Limits:
 
     Args:
         max_variants: the most variants of arguments, over all keys, with which one kernel may be launched.
+        max_elements: the most elements that an argument of a kernel may span. Kernels compute offsets in 32 bits unless
+            they take care not to, and wrap silently beyond.
     """
 
     max_variants: int = 64
+    max_elements: int = 1 << 31
 
 
 def check(launches: Sequence[Launch], cases: Sequence[Case], limits: Limits) -> tuple[Unbounded, ...]:
@@ -88,16 +91,17 @@ def _driver(values: Mapping[Case, frozenset[int]]) -> str | None:
     Axes that are no numbers (a layout, a dtype) choose the code, so one of their combinations is enough.
     """
     names = [name for name, value in next(iter(values)).axes if type(value) is int]
+    always = frozenset.intersection(*values.values())
     for name in names:
         kinds: dict[str, dict[str, list[frozenset[int]]]] = {}
         for case, numbers in values.items():
             kind = repr([pair for pair in case.axes if type(pair[1]) is not int])
             others = repr([pair for pair in case.axes if type(pair[1]) is int and pair[0] != name])
-            kinds.setdefault(kind, {}).setdefault(others, []).append(numbers)
+            kinds.setdefault(kind, {}).setdefault(others, []).append(numbers - always)
         if any(all(_all_differ(group) for group in groups.values()) for groups in kinds.values()):
             return name
     return None
 
 
 def _all_differ(sets: Sequence[frozenset[int]]) -> bool:
-    return len(sets) > 1 and sum(map(len, sets)) == len(frozenset().union(*sets))
+    return len(sets) > 1 and all(sets) and sum(map(len, sets)) == len(frozenset().union(*sets))

@@ -20,8 +20,8 @@ _aten = torch.ops.aten
 @contextlib.contextmanager
 def entered(mode: ShadowMode) -> Iterator[None]:
     """Runs a block on fake tensors: the mode, and the few places where torch itself must treat them as real."""
-    torch.autograd.set_multithreading_enabled(False)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         _replace(stack, torch_fakes, "init_gpu_context", lambda device: None)
         _replace(stack, torch._functorch.config, "fake_tensor_prefer_device_type", "cuda")
         _replace(stack, torch.nn.Module, "_apply", _apply)

@@ -420,12 +420,12 @@ def _layout(item: Any, tensors: list[torch.Tensor]) -> _Layout | None:
     if any(item is tensor for tensor in tensors):
         return None
     shape, stride, offset = tuple(item.shape), item.stride(), item.storage_offset()
-    if not sharing and (offset or item.untyped_storage().nbytes() != _extent(shape, stride) * item.element_size()):
+    if not sharing and (offset or item.untyped_storage().nbytes() != extent(shape, stride) * item.element_size()):
         return None
     return _Layout(shape, stride, offset, item.dtype, item.fake_device, sharing[0] if sharing else None)
 
 
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements of memory that a strided tensor needs."""
     if 0 in shape:
         return 0

@@ -23,15 +23,13 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from kernelbake import bounds, fakedevice, fakepatches, faketensors, triton_api, workload, writes
 from kernelbake.errors import KernelbakeError, PlanError
 from kernelbake.keys import Case
 from kernelbake.plan import KernelFacts, Launch, Plan, collect
 from kernelbake.profiles import DeviceProfile
-from kernelbake.recorder import Observer, intercepted
+from kernelbake.recorder import Observer, intercepted, named, signature
 
 SEED = 0
 REROUTING_PACKAGES = ("flash_qla", "tilelang", "causal_conv1d", "kernels")
@@ -84,7 +82,7 @@ def run(request: Request, report: Report = lambda done, total, message: None) ->
     total = len(cases.planned)
     report(0, total, "loading kernel libraries")
     implementations = {**_packages(), **_variables(), **plugin.implementations(spec)}
-    log = LaunchLog(Observer(_target(profile), faketensors.stand_in))
+    log = LaunchLog(Observer(_target(profile), faketensors.stand_in, run_hooks=True), limits)
     with plugin.prepare(interpreted=request.interpreted), _shadowed(log):
         report(0, total, "building the modules")
         with _explained("open"):
@@ -123,32 +121,53 @@ def find_workload(name: str) -> workload.Workload:
 class LaunchLog:
     """Records the launches of one case after another; equal calls are worked out once."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, limits: bounds.Limits) -> None:
         self.case = Case(())
+        self._limits = limits
         self._observer = observer
         self._known: dict[Any, Launch] = {}
+        self._unkeyed: list[Launch] = []
         self._seen: dict[tuple[str, int], tuple[str, Launch]] = {}
         self._launchables: dict[str, Any] = {}
         self._written: dict[int, frozenset[str]] = {}
 
     def record(self, original: Any, launchable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Stands in for the ``run`` of a kernel."""
-        signature = _signature(launchable, args, kwargs)
-        launch = self._known.get(signature) if signature is not None else None
+        known = signature(launchable, args, kwargs)
+        launch = self._known.get(known) if known is not None else None
         if launch is None:
             self._identify(launchable)
+            self._measure(launchable, args, kwargs)
             launch = self._observer.observe(launchable, args, kwargs)
-            if signature is not None:
-                self._known[signature] = launch
+            if known is not None:
+                self._known[known] = launch
+            else:
+                self._unkeyed.append(launch)  # keeps its id from being used again
         self._seen.setdefault((self.case.id, id(launch)), (self.case.id, launch))
         self._forget_written(launchable, args, kwargs)
+
+    def _measure(self, launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuses tensors whose offsets do not fit into the 32 bits in which kernels compute them."""
+        reasons = []
+        for name, item in named(launchable, args, kwargs).items():
+            for tensor in _tensors_in(item):
+                elements = faketensors.extent(tensor.shape, tensor.stride())
+                if elements > self._limits.max_elements:
+                    reasons.append(f"argument `{name}` of shape {tuple(tensor.shape)} spans {elements} elements")
+        if reasons:
+            raise PlanError(
+                f"kernel {triton_api.kernel_of(launchable).name}: an argument spans more elements than 32 bits can "
+                f"count; wanted at most {self._limits.max_elements}",
+                hint="give the workload a smaller batch or length",
+                reasons=reasons,
+            )
 
     def _forget_written(self, launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """What the kernel would have written is not known from here on."""
         function = triton_api.innermost(launchable)
         if id(function) not in self._written:
             self._written[id(function)] = writes.written_parameters(function.fn)
-        call = {**dict(zip(function.arg_names, args, strict=False)), **kwargs}
+        call = named(launchable, args, kwargs)
         for name in self._written[id(function)]:
             for tensor in _tensors_in(call.get(name)):
                 faketensors.forget(tensor)
@@ -177,27 +196,6 @@ class LaunchLog:
             return {name: triton_api.facts(launchable) for name, launchable in sorted(self._launchables.items())}
         except (TypeError, LookupError) as error:
             raise PlanError(str(error)) from error
-
-
-def _signature(launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Everything about a call that its launch can depend on, or None if that cannot be told."""
-    try:
-        named = tuple((name, _part(value)) for name, value in kwargs.items() if name not in ("grid", "warmup"))
-        return (id(launchable), tuple(_part(arg) for arg in args), named)
-    except TypeError:
-        return None
-
-
-def _part(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
-        return (item.dtype, tuple(item.shape), item.stride(), item.storage_offset(), item.untyped_storage().nbytes())
-    if isinstance(item, tuple | list):
-        return tuple(_part(part) for part in item)
-    if item is None or isinstance(item, bool | int | float | str | torch.dtype):
-        return (type(item), item)
-    if isinstance(item, triton.language.dtype | JITFunction | InterpretedFunction):
-        return id(item)
-    raise TypeError(f"`{type(item).__name__}`")
 
 
 def _tensors_in(item: Any) -> Iterator[torch.Tensor]:
