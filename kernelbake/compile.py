@@ -180,6 +180,8 @@ class Server:
         self._tasks: deque[dict[str, Any]] = deque()
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ, None)
+        for left in folder.glob("tmp.*"):  # by a server that was killed
+            shutil.rmtree(left, ignore_errors=True)
         self._slots = [self._fork() for _ in range(jobs)]
 
     def serve(self) -> None:
@@ -346,20 +348,21 @@ def main() -> None:
     job = channel.receive()
     try:
         _prepare(job)
-        channel.send({"event": "ready", **facts(job)})
+        found = facts(job)
     except (LookupError, KernelbakeError) as error:
         channel.send({"event": "refused", "message": str(error.args[0])})
         return
-    if job["jobs"]:
-        profile = DeviceProfile.from_json(job["profile"])
-        Server(
-            channel,
-            Path(job["folder"]),
-            arch=profile.arch,
-            shared_limit=profile.shared_memory_bytes,
-            jobs=job["jobs"],
-            time_limit_s=job["time_limit_s"],
-        ).serve()
+    profile = DeviceProfile.from_json(job["profile"])
+    server = Server(
+        channel,
+        Path(job["folder"]),
+        arch=profile.arch,
+        shared_limit=profile.shared_memory_bytes,
+        jobs=job["jobs"],
+        time_limit_s=job["time_limit_s"],
+    )
+    channel.send({"event": "ready", **found})
+    server.serve()
 
 
 if __name__ == "__main__":

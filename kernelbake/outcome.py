@@ -103,7 +103,7 @@ class Files(Mapping[str, bytes]):
         """Keeps a content and gives its digest back; no other process ever sees a part of it."""
         name = digest.of_bytes(content)
         path = self.path(name)
-        if not path.exists():
+        if not self.sound(name):
             temporary = path.with_name(f"{path.name}.{os.getpid()}")
             temporary.write_bytes(content)
             temporary.replace(path)
@@ -144,6 +144,8 @@ def shape_of(binary: bytes, metadata: Mapping[str, Any]) -> str:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Type and first telling line of an exception."""
+    """Type and first telling line of an exception, or of the one that caused it."""
+    if error.__cause__ is not None:
+        return one_line(error.__cause__, limit)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"[:limit]
