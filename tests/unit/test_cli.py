@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -11,16 +12,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fakeplugin
 import pytest
 import samples
 
 from kernelbake import build as build_library
-from kernelbake import bundle, cli, errors, levels, planner, render
+from kernelbake import bundle, cli, errors, host, levels, manifest, planner, profiles, render, workload
+from kernelbake.fingerprint import Fingerprint
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 1.0
-"""Twice the promised 0.5 s, in time of the processor: other work on the machine does not count. Seen on 2 cores that had
-nothing else to do: 0.08 s for --help, 0.17 s for verify, both of the clock."""
+"""Twice the promised 0.5 s, in time of the processor, so that other work on the machine does not count. Seen on 2 idle
+cores: 0.08 s for --help, 0.17 s for verify, both of the clock."""
 
 HEAVY = ("torch", "triton", "numpy", "fla", "transformers", "rich", "pydantic")
 
@@ -356,3 +359,119 @@ def test_levels_say_what_was_not_checked(held: Path, monkeypatch: pytest.MonkeyP
     assert fit.outcome is levels.Outcome.UNCHECKED
     assert fit.text == "no GPU here; use `--for sm_120 --device NAME` to compare with one"
     assert not report.refusals
+
+
+NAMES = ["NVIDIA H200 ", "NVIDIA  H200", "nvidia h200", "NVIDIA H20", "H200/x", "../H200", "(H200)", "no", "0x120"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_device_names_are_compared_exactly_and_shown(
+    held: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "verify", held, "--for", "sm_90", "--device", name)
+    assert code == errors.ExitCode.MISFIT
+    assert f"gpu.device: here `{name}`; bundle: `NVIDIA H200`" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_exact_name_fits(held: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "verify", held, "--for", "sm_90", "--device", "NVIDIA H200")
+    assert code == 0
+    assert "NVIDIA H200: gpu.backend, gpu.capability, gpu.device, gpu.shared_memory_bytes, gpu.sm_count agree" in out
+
+
+def test_on_this_machine_every_gpu_is_compared(
+    held: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two GPUs, the second of another kind: the refusal says which one and lists every field."""
+    places = [profiles.load("h200"), profiles.load("rtx-5090")]
+
+    def here(place: int, kernels: Any, *, build: bool) -> Fingerprint:
+        return samples.fingerprint_of(places[place], [])
+
+    monkeypatch.setattr(levels, "gpu_count", lambda: 2)
+    monkeypatch.setattr(host, "fingerprint", here)
+    code, _, err = call(capsys, "verify", held)
+    assert code == errors.ExitCode.MISFIT
+    assert [line.split(":")[0] + ":" + line.split(":")[1].split()[1] for line in err.splitlines()[1:-1]] == [
+        "  cuda:gpu.capability",
+        "  cuda:gpu.device",
+        "  cuda:gpu.shared_memory_bytes",
+        "  cuda:gpu.sm_count",
+    ]
+    assert all(line.startswith("  cuda:1 ") for line in err.splitlines()[1:-1])
+    places[1] = places[0]
+    code, out, _ = call(capsys, "verify", held)
+    assert code == 0
+    assert "fit        cuda:0 and cuda:1: driver.version, gpu.backend" in out
+    assert "left for the start of a run: kernel.sources" in out
+
+
+def test_a_signature_is_required_where_a_key_is_trusted(
+    held: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key.pub"
+    key.write_text("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8g someone\n")
+    code, out, err = call(capsys, "verify", held, "--trusted", key)
+    assert code == errors.ExitCode.BUNDLE
+    assert [line.split()[0] for line in out.splitlines()] == ["digest", "integrity", "signature", "fit", "coverage"]
+    assert "missing" in err
+
+
+def test_a_manifest_that_asks_for_the_same_needs_no_new_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolved = manifest.load(manifest.find("sm90.yaml")).resolved()
+    path = tmp_path / "bundle.tar"
+    bundle.write(path, dataclasses.replace(samples.contents(), manifest_resolved=resolved))
+    planned = []
+
+    def plan(*arguments: Any, **_: Any) -> Any:
+        planned.append(arguments)
+        return samples.contents().plan
+
+    monkeypatch.setattr(planner, "plan", plan)
+    assert call(capsys, "verify", path, "--manifest", "sm90.yaml")[0] == 0
+    assert not planned
+    other = tmp_path / "other.yaml"
+    other.write_text(manifest.find("sm90.yaml").read_text().replace("batch_sizes: [1]", "batch_sizes: [1, 2]"))
+    assert call(capsys, "verify", path, "--manifest", other)[0] == 0
+    assert [section["axes"]["batch_sizes"] for _, section, _ in planned] == [[1, 2]]
+    code, _, err = call(capsys, "verify", path, "--manifest", "sm120.yaml")
+    assert code == errors.ExitCode.MISFIT
+    assert "gpu.name: manifest `NVIDIA RTX PRO 6000" in err
+
+
+def test_a_run_configuration_is_planned_on_top_of_the_bundles_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = b"format: 1\nname: x\ngpu: {profile: h200}\nworkload: {plugin: fake, sizes: [1]}\n"
+    monkeypatch.setattr(workload, "load", lambda name: fakeplugin.FakeWorkload())
+    resolved = manifest.parse(text, "x").resolved()
+    path = tmp_path / "bundle.tar"
+    bundle.write(path, dataclasses.replace(samples.contents(), manifest_resolved=resolved))
+    planned = []
+
+    def plan(plugin: str, section: Any, profile: Any, **_: Any) -> Any:
+        planned.append((plugin, section, profile.id))
+        return samples.contents().plan
+
+    monkeypatch.setattr(planner, "plan", plan)
+    assert call(capsys, "coverage", path, "--config", tmp_path / "run.yaml")[0] == 0
+    assert planned == [("fake", {"sizes": [1], "label": "run"}, "h200")]
+
+
+def test_other_sources_are_a_misfit_and_not_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolved = manifest.load(manifest.find("sm90.yaml")).resolved()
+    path = tmp_path / "bundle.tar"
+    bundle.write(path, dataclasses.replace(samples.contents(), manifest_resolved=resolved))
+    found = samples.contents().plan
+    name, facts = next(iter(found.kernels.items()))
+    kernels = {**found.kernels, name: dataclasses.replace(facts, source_digest="sha256:" + "5" * 64)}
+    monkeypatch.setattr(planner, "plan", lambda *_, **__: dataclasses.replace(found, kernels=kernels))
+    code, _, err = call(capsys, "coverage", path)
+    assert code == errors.ExitCode.MISFIT
+    assert f"source {name}: source `sha256:555555555555`" in err
