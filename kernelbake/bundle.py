@@ -10,11 +10,11 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from kernelbake import __version__, archive, atomic, consistency, digest, verify
+from kernelbake import __version__, agreement, archive, atomic, consistency, digest, tables, verify
 from kernelbake.errors import BuildError, InputError
 from kernelbake.fingerprint import Fingerprint
 from kernelbake.keys import Kernel, Specialization
@@ -91,32 +91,21 @@ class Contents:
 
 
 class _Entries(Mapping[str, Entry]):
-    """The entries of a bundle by digest, each parsed when it is asked for."""
+    """The entries of a bundle by digest; the code of each is copied when it is asked for."""
 
-    def __init__(self, sound: verify.Sound) -> None:
-        self._sound = sound
-        self._folders = {
-            digest.PREFIX + name.split("/")[1]: name.rpartition("/")[0]
-            for name in sound.spans
-            if name.endswith("/kernel.json")
-        }
+    def __init__(self, sound: verify.Sound, described: Mapping[str, agreement.Described]) -> None:
+        self._sound, self._described = sound, described
 
     def __getitem__(self, identity: str) -> Entry:
-        folder = self._folders[identity]
-        data = consistency.parsed(self._sound, f"{folder}/kernel.json")
-        return Entry(
-            Kernel.from_json(data["kernel"]),
-            Specialization.from_json(data["specialization"]),
-            data["metadata"],
-            bytes(self._sound.content(f"{folder}/kernel.cubin")),
-            data["launcher"],
-        )
+        found = self._described[identity]
+        binary = bytes(self._sound.content(f"{agreement.folder_of(identity)}/kernel.cubin"))
+        return Entry(found.kernel, found.specialization, found.metadata, binary, found.launcher)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._folders)
+        return iter(self._described)
 
     def __len__(self) -> int:
-        return len(self._folders)
+        return len(self._described)
 
 
 class Bundle:
@@ -132,16 +121,16 @@ class Bundle:
         size_bytes: their number.
     """
 
-    def __init__(self, path: Path, sound: verify.Sound, documents: consistency.Documents) -> None:
+    def __init__(self, path: Path, sound: verify.Sound, meaning: agreement.Meaning) -> None:
         self._sound = sound
         self.path = path
         self.data = sound.data
         self.header: Mapping[str, Any] = sound.header
-        self.fingerprint = documents.fingerprint
-        self.plan = documents.plan
-        self.choices = documents.choices
-        self.manifest_resolved = documents.resolved
-        self.entries: Mapping[str, Entry] = _Entries(sound)
+        self.fingerprint = meaning.fingerprint
+        self.plan = meaning.plan
+        self.choices = meaning.choices
+        self.manifest_resolved = meaning.resolved
+        self.entries: Mapping[str, Entry] = _Entries(sound, meaning.entries)
         self.size_bytes = len(sound.data)
 
     @property
@@ -218,17 +207,22 @@ def write(path: Path | str, contents: Contents) -> str:
     """
     path = Path(path)
     time = _source_date_epoch()
-    members, bundle_digest = _members(contents, time)
+    try:
+        members, bundle_digest = _members(contents, time)
+    except LookupError as error:
+        raise _contradiction(path, [str(error)]) from error
     with atomic.replacing(path, "bundle") as (descriptor, temporary):
         atomic.write_all(descriptor, archive.pack(members, time))
         try:
             read(temporary)
         except ViolationsError as error:
-            raise BuildError(
-                f"bundle {path}: its contents contradict each other; wanted a bundle that agrees with itself",
-                reasons=error.reasons,
-            ) from error
+            raise _contradiction(path, error.reasons) from error
     return bundle_digest
+
+
+def _contradiction(path: Path, reasons: Iterable[str]) -> BuildError:
+    message = f"bundle {path}: its contents contradict each other; wanted a bundle that agrees with itself"
+    return BuildError(message, reasons=reasons)
 
 
 def check_output(path: Path | str) -> None:
@@ -250,24 +244,26 @@ def _source_date_epoch() -> int:
 
 def _members(contents: Contents, time: int) -> tuple[list[tuple[str, bytes]], str]:
     """The members in their order, and the bundle's digest."""
+    table = tables.table_of(contents.plan)
+    numbers = table.numbers()
+    choices = sorted(contents.choices, key=lambda choice: choice.id)
     files: dict[str, bytes] = {
         "manifest.yaml": contents.manifest_text,
         "manifest.resolved.json": digest.canonical_json(contents.manifest_resolved),
         "fingerprint.json": digest.canonical_json(contents.fingerprint.to_json()),
-        "plan.json": digest.canonical_json(contents.plan.to_json()),
-        "choices.json": digest.canonical_json(
-            [choice.to_json() for choice in sorted(contents.choices, key=lambda choice: choice.id)]
-        ),
+        "specializations.json": digest.canonical_json(table.to_json()),
+        "plan.json": digest.canonical_json(tables.plan_to_json(contents.plan, table)),
+        "choices.json": digest.canonical_json([tables.choice_to_json(choice, numbers) for choice in choices]),
         "record.jsonl": b"".join(digest.canonical_json(line) + b"\n" for line in contents.record),
     }
     for identity, entry in contents.entries.items():
-        folder = consistency.folder_of(identity)
+        folder = agreement.folder_of(identity)
         files[f"{folder}/kernel.cubin"] = entry.binary
         files[f"{folder}/kernel.json"] = entry.description
-    files |= {consistency.lib_name(identity): data for identity, data in contents.libs.items()}
+    files |= {agreement.lib_name(identity): data for identity, data in contents.libs.items()}
     header = {
         "complete": True,
-        "counts": consistency.counts(
+        "counts": agreement.counts(
             contents.plan, len(contents.choices), len(contents.entries), len(contents.libs), len(contents.record)
         ),
         "format": FORMAT,

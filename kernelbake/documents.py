@@ -251,7 +251,12 @@ KERNEL = _leaf(
 )
 CONFIG = fields({"meta": ITEMS}, dict.fromkeys(("num_warps", "num_stages", "num_ctas", "maxnreg"), POSITIVE))
 KEY = fields({"values": ITEMS, "dtypes": listing(row(TEXT, TEXT))})
-SPECIALIZATION = fields({"parameters": listing(row(TEXT, VALUE, VALUE)), "options": ITEMS})
+PARAMETER = row(TEXT, VALUE, VALUE)
+SPECIALIZATION = fields({"parameters": listing(PARAMETER), "options": ITEMS})
+NUMBER = COUNT
+"""The number of a row in a table."""
+TABLE = fields({"parameters": listing(PARAMETER), "rows": listing(row(ITEMS, listing(NUMBER)))})
+"""``specializations.json``."""
 CASE = ITEMS
 
 _FACTS = fields(
@@ -269,7 +274,7 @@ _FACTS = fields(
 )
 _VARIANT = fields(
     {
-        "specializations": listing(SPECIALIZATION, at_least=1),
+        "specializations": listing(NUMBER, at_least=1),
         "cases": listing(TEXT),
         "grids": listing(listing(COUNT)),
     }
@@ -307,7 +312,7 @@ CHOICES = listing(
             "kernel": KERNEL,
             "key": optional(KEY),
             "winner": CONFIG,
-            "entries": mapping(optional(DIGEST)),
+            "entries": listing(row(NUMBER, optional(DIGEST))),
             "times": OBJECT,
         }
     )
@@ -326,9 +331,10 @@ _METADATA = fields(
     },
     others=True,
 )
-ENTRY = fields(
-    {"kernel": KERNEL, "launcher": optional(DIGEST), "metadata": _METADATA, "specialization": SPECIALIZATION},
-)
+_HEAD = {"kernel": KERNEL, "launcher": optional(DIGEST), "metadata": _METADATA}
+ENTRY_HEAD = fields(_HEAD)
+"""``kernel.json`` without its specialization."""
+ENTRY = fields({**_HEAD, "specialization": SPECIALIZATION})
 """``kernel.json``: Triton's launch metadata has to hold what a loader needs; its other fields are Triton's own."""
 
 _FIELD_VALUE = _leaf(

@@ -15,6 +15,7 @@ DOCUMENTS = (
     "manifest.yaml",
     "plan.json",
     "record.jsonl",
+    "specializations.json",
 )
 """The members that every bundle has beside its header and index, sorted."""
 
@@ -32,6 +33,7 @@ MAX_MEMBER_BYTES: Mapping[str, int] = {
     "manifest.yaml": 4 * MIB,
     "plan.json": 64 * MIB,
     "record.jsonl": 512 * MIB,
+    "specializations.json": 64 * MIB,
     "kernel.json": 4 * MIB,
     "kernel.cubin": 64 * MIB,
     ".so": 64 * MIB,

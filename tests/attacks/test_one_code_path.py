@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kernelbake import consistency, describe, documents, fingerprint, members, rules, verify
+from kernelbake import agreement, consistency, describe, documents, fingerprint, members, rules, verify
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "bundle-format.md").read_text()
@@ -27,7 +27,9 @@ def _first_use(module) -> list[int]:
     return list(dict.fromkeys(int(number) for number in numbers))
 
 
-@pytest.mark.parametrize(("modules", "first", "last"), [((verify, describe), 1, 20), ((consistency,), 21, 45)])
+@pytest.mark.parametrize(
+    ("modules", "first", "last"), [((verify, describe), 1, 20), ((consistency,), 21, 30), ((agreement,), 31, 46)]
+)
 def test_every_rule_is_checked_in_its_module(modules, first, last):
     used = {
         node.attr
@@ -37,11 +39,12 @@ def test_every_rule_is_checked_in_its_module(modules, first, last):
     }
     wanted = {rule.name for rule in rules.Rule if first <= rule <= last}
     assert wanted <= used
-    assert used <= wanted | ({"STRICT_JSON"} if consistency in modules else set())
+    assert used <= wanted | ({"STRICT_JSON", "COUNTS"} if consistency in modules else set())
 
 
-def test_the_checks_of_meaning_stand_in_the_order_of_the_document():
-    numbers = [number for number in _first_use(consistency) if number >= 21]
+@pytest.mark.parametrize("module", [consistency, agreement])
+def test_the_checks_of_meaning_stand_in_the_order_of_the_document(module):
+    numbers = [number for number in _first_use(module) if number >= 21]
     assert numbers == sorted(numbers)
 
 
@@ -68,8 +71,11 @@ def _imported(path: Path) -> set[str]:
 
 def test_nothing_reads_a_bundle_but_the_reader():
     """Only `bundle` calls the stages of the reader, and nothing in the product unpacks an archive in another way."""
-    stages = {f"kernelbake.{name}" for name in ("verify", "consistency", "describe", "archive", "members")}
-    own = {"verify.py", "consistency.py", "describe.py", "bundle.py"}
+    stages = {
+        f"kernelbake.{name}"
+        for name in ("verify", "consistency", "agreement", "describe", "archive", "members", "tables")
+    }
+    own = {"verify.py", "consistency.py", "agreement.py", "describe.py", "bundle.py"}
     paths = [*(ROOT / "kernelbake").glob("*.py"), *(ROOT / "dflash").rglob("*.py")]
     for path in paths:
         imported = _imported(path)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kernelbake import archive, consistency, digest, verify
+from kernelbake import agreement, archive, consistency, digest, verify
 from kernelbake.members import HEADER, INDEX
 
 Headers = Callable[[str, bytes], bytes]
@@ -92,7 +92,7 @@ class Forged:
             describe(data)
         description = digest.canonical_json(data)
         identity = consistency.entry_digest(digest.of_bytes(binary), digest.of_bytes(description))
-        new = consistency.folder_of(identity)
+        new = agreement.folder_of(identity)
         self.files |= {f"{new}/kernel.cubin": binary, f"{new}/kernel.json": description}
         old_name, new_name = folder.split("/")[1], new.split("/")[1]
         self.files["choices.json"] = self.files["choices.json"].replace(old_name.encode(), new_name.encode())

@@ -354,7 +354,7 @@ def _(forged: Forged) -> bytes:
     return forge.pack(forged.members(), trailer=bytes(512) + b"evil" + bytes(508))
 
 
-@attack("cut between members", Rule.TRAILER, Rule.LISTED, place="record.jsonl")
+@attack("cut between members", Rule.TRAILER, Rule.LISTED, place="specializations.json")
 def _(forged: Forged) -> bytes:
     return forge.pack(forged.members()[:-1], trailer=b"")
 

@@ -9,6 +9,7 @@ import forge
 from forge import Forged
 from hostile import attack
 
+from kernelbake.members import DOCUMENTS
 from kernelbake.rules import Rule
 
 # ---------------------------------------------------------------------------------------------- MUST 11
@@ -168,14 +169,7 @@ def _(forged: Forged) -> bytes:
     return forge.pack([(name.replace(first, "kernels/" + "0" * 64), data) for name, data in forged.members()])
 
 
-for _name in (
-    "choices.json",
-    "fingerprint.json",
-    "manifest.resolved.json",
-    "manifest.yaml",
-    "plan.json",
-    "record.jsonl",
-):
+for _name in DOCUMENTS:
 
     @attack(f"no {_name} at all", Rule.LISTED, place=_name)
     def _(forged: Forged, name: str = _name) -> None:

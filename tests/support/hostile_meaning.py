@@ -1,4 +1,4 @@
-"""Hostile bundles whose every byte and digest is right, and which still say two different things (MUST 21 to 45)."""
+"""Hostile bundles whose every byte and digest is right, and which still say two different things (MUST 21 to 46)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _field(name: str, value: Any, *, rule: Rule = Rule.FINGERPRINT, what: str = 
         forged.put("fingerprint.json", facts)
 
 
-# ---------------------------------------------------------------------------------------------- MUST 21 to 25
+# ---------------------------------------------------------------------------------------------- MUST 21 to 26
 
 
 @attack("a manifest that is no text", Rule.MANIFEST, place="manifest.yaml")
@@ -84,6 +84,53 @@ _field("gpu.device", 1.5)
 _field("triton.environment", {"TRITON_DEBUG": 1})
 _field("triton.version", ["3.7.1"])
 
+
+def _table(what: str, change: Change, place: str = "specializations.json") -> None:
+    _document(f"specializations: {what}", Rule.TABLE, "specializations.json", change, place)
+
+
+_table("a list", lambda table: table.update(rows={}), "rows")
+_table("a field more", lambda table: table.update(extra=1), "extra")
+_table("a row twice", lambda table: table["rows"].append(table["rows"][0]), "twice")
+_table("unsorted rows", lambda table: table["rows"].reverse(), "sorted")
+_table("unsorted parameters", lambda table: table["parameters"].reverse(), "sorted")
+_table("a parameter twice", lambda table: table["parameters"].insert(0, table["parameters"][0]), "twice")
+_table("a parameter that is not there", lambda table: table["rows"][0][1].append(99), "parameter 99")
+_table("a negative number", lambda table: table["rows"][0][1].append(-1), "rows.0.1")
+_table("an unused parameter", lambda table: table["parameters"].append(["z", "i32", None]), "no specialization has")
+_table("a value of no type", lambda table: table["parameters"][0].__setitem__(2, []), "parameters.0.2")
+
+
+def _grow(table: dict[str, Any]) -> None:
+    table["parameters"].append(["z" * 10_000, "i32", None])
+    table["rows"][-1][1] += [len(table["parameters"]) - 1] * 1_000_000
+
+
+_table("a text that grows without end", _grow, "characters when written out")
+_document(
+    "specializations: a row that nothing launches",
+    Rule.PLAN,
+    "specializations.json",
+    lambda table: table["rows"].append([[["zz", 1]], table["rows"][0][1]]),
+    "not launched",
+)
+_document(
+    "plan: a specialization that is not there",
+    Rule.PLAN,
+    "plan.json",
+    lambda plan: _first(plan)["variants"][0]["specializations"].__setitem__(0, 99),
+    "specialization 99",
+)
+_document(
+    "choices: a specialization that is not there",
+    Rule.CHOICES,
+    "choices.json",
+    lambda choices: choices[0]["entries"][1].__setitem__(0, 99),
+    "specialization 99",
+)
+_document(
+    "choices: unsorted entries", Rule.CHOICES, "choices.json", lambda choices: choices[0]["entries"].reverse(), "sorted"
+)
 _document("plan: no launches", Rule.PLAN, "plan.json", lambda plan: plan.pop("launches"))
 _document("plan: a field more", Rule.PLAN, "plan.json", lambda plan: plan.update(extra=1), "extra")
 _document(
@@ -136,7 +183,7 @@ _document(
     "choices: an entry that is a number",
     Rule.CHOICES,
     "choices.json",
-    lambda choices: choices[0]["entries"].update({next(iter(choices[0]["entries"])): 1}),
+    lambda choices: choices[0]["entries"][0].__setitem__(1, 1),
     "entries",
 )
 _document(
@@ -166,7 +213,7 @@ for _what, _line in {
         forged.files["record.jsonl"] += line
 
 
-# ---------------------------------------------------------------------------------------------- MUST 26 to 34
+# ---------------------------------------------------------------------------------------------- MUST 27 to 35
 
 
 @attack("an entry without metadata", Rule.ENTRY_HALVES, place="kernel.json")
@@ -323,7 +370,7 @@ def _(forged: Forged) -> bytes:
     return other.data()
 
 
-# ---------------------------------------------------------------------------------------------- MUST 35 to 41
+# ---------------------------------------------------------------------------------------------- MUST 36 to 42
 
 
 @attack("an entry that is not there", Rule.CHOICE_ENTRIES, place="choices.json")
@@ -338,8 +385,7 @@ def _(forged: Forged) -> None:
 def _(forged: Forged) -> None:
     choices = forged.document("choices.json")
     entries = choices[0]["entries"]
-    first, second = entries
-    entries[first], entries[second] = entries[second], entries[first]
+    entries[0][1], entries[1][1] = entries[1][1], entries[0][1]
     forged.put("choices.json", choices)
 
 
@@ -347,8 +393,8 @@ def _(forged: Forged) -> None:
 def _(forged: Forged) -> None:
     choices = forged.document("choices.json")
     ours, theirs = choices[0]["entries"], choices[-1]["entries"]
-    for mine, other in zip(sorted(ours), sorted(theirs), strict=True):
-        ours[mine] = theirs[other]
+    for mine, other in zip(ours, theirs, strict=True):
+        mine[1] = other[1]
     forged.put("choices.json", choices)
 
 
@@ -439,7 +485,7 @@ def _(forged: Forged) -> None:
 @attack("a planned variant without an entry", Rule.SPECIALIZATIONS, Rule.ENTRY_CHOICES, place="1 planned")
 def _(forged: Forged) -> None:
     choices = forged.document("choices.json")
-    choices[0]["entries"].popitem()
+    choices[0]["entries"].pop()
     forged.put("choices.json", choices)
 
 
@@ -451,7 +497,7 @@ def _(forged: Forged) -> None:
     forged.put("choices.json", choices)
 
 
-# ---------------------------------------------------------------------------------------------- MUST 42 to 45
+# ---------------------------------------------------------------------------------------------- MUST 43 to 46
 
 
 @attack("code in a bundle of the interpreter", Rule.MADE, place="interpreted")
@@ -470,7 +516,7 @@ def _(forged: Forged) -> bytes:
 def _(forged: Forged) -> None:
     choices = forged.document("choices.json")
     for choice in choices:
-        choice["entries"] = dict.fromkeys(choice["entries"])
+        choice["entries"] = [[number, None] for number, _ in choice["entries"]]
     forged.put("choices.json", choices)
     forged.files = {name: data for name, data in forged.files.items() if not name.startswith("kernels/")}
     forged.header["made"] = "interpreted"
