@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,27 +69,37 @@ class Target:
         embeddings: torch.Tensor = self._model.model.embed_tokens(ids)
         return embeddings
 
+    @property
+    def model(self) -> Any:
+        """transformers' causal language model."""
+        return self._model
+
     def features(self, batch: Batch) -> torch.Tensor:
         """Outputs [B, S, F] of the chosen layers, side by side, for a batch on this target's device."""
+        gradients = torch.no_grad() if self.frozen else contextlib.nullcontext()
+        with self.capturing() as captured, gradients:
+            self._model.model(
+                input_ids=batch.input_ids_BS,
+                position_ids=batch.positions_BS,
+                attention_mask={"full_attention": _attention_mask(batch), "linear_attention": None},
+                use_cache=False,
+                **_boundaries(batch),
+            )
+        return captured()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[Callable[[], torch.Tensor]]:
+        """Keeps the outputs of the chosen layers; what it yields puts those of the last pass side by side [B, S, F]."""
         outputs: dict[int, torch.Tensor] = {}
-        stack = self._model.model
         handles = [
-            stack.layers[layer].register_forward_hook(_keep(outputs, position))
+            self._model.model.layers[layer].register_forward_hook(_keep(outputs, position))
             for position, layer in enumerate(self._layer_ids)
         ]
         try:
-            with torch.no_grad() if self.frozen else contextlib.nullcontext():
-                stack(
-                    input_ids=batch.input_ids_BS,
-                    position_ids=batch.positions_BS,
-                    attention_mask={"full_attention": _attention_mask(batch), "linear_attention": None},
-                    use_cache=False,
-                    **_boundaries(batch),
-                )
+            yield lambda: torch.cat([outputs[position] for position in range(len(self._layer_ids))], dim=-1)
         finally:
             for handle in handles:
                 handle.remove()
-        return torch.cat([outputs[position] for position in range(len(self._layer_ids))], dim=-1)
 
 
 def _keep(outputs: dict[int, torch.Tensor], position: int) -> Any:
@@ -174,11 +185,16 @@ def random_target(
     *,
     seed: int,
 ) -> Target:
-    """A target with random weights, made on the device in its dtype."""
+    """A target with random weights, made on the device in its dtype.
+
+    The head has a standard deviation of 1/(2·√E): normed hidden states get logits of variance 1/4, at any size.
+    """
     module = modeling(spec.architecture)
     torch.manual_seed(seed)
     with devices.current(device), torch.device(device), devices.default_dtype(dtype):
         model = getattr(module, _CLASSES[spec.architecture][1])(model_config(spec))
+        if not spec.tie_embeddings:
+            torch.nn.init.normal_(model.lm_head.weight, std=0.5 * spec.hidden_size**-0.5)
     return Target(model, layer_ids, f"random weights, seed {seed}", frozen=spec.frozen)
 
 
