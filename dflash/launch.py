@@ -131,17 +131,18 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
     if plan.interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from dflash import proof
+    from dflash import devices, proof
 
     assert plan.run.bundle is not None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(WORKLOAD.prepare(interpreted=plan.interpreted))
         frozen = None
         if not stock:
             from kernelbake.freeze import freeze
 
             numbers = sorted({plan.run.devices.target, plan.run.devices.drafter})
-            frozen = stack.enter_context(freeze(plan.run.bundle, None if plan.interpreted else numbers))
+            with devices.importing_fla():
+                frozen = stack.enter_context(freeze(plan.run.bundle, None if plan.interpreted else numbers))
+        stack.enter_context(WORKLOAD.prepare(interpreted=plan.interpreted))
         yield Started(frozen, proof.start())
 
 

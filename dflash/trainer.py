@@ -65,7 +65,7 @@ class StepReport:
         scores: accuracy and acceptance length.
         shapes: of its batches.
         num_tokens: tokens that were no padding.
-        seconds: from the reading of the step before to the reading of this one.
+        seconds: from its beginning to that of the next step, or until it was done.
         epoch: position in the data.
         peak_bytes: largest memory in use on the drafter's device so far; None on the CPU.
     """
@@ -184,6 +184,7 @@ def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:
     reader = _Reader(trainer)
     stop.armed = True
     while trainer.done < run.steps and stop.number is None:
+        reader.begin()
         step = [next(batches) for _ in range(run.batch.accumulate)]
         lr = run.optimizer.rate(trainer.done, run.steps)
         tensors = _step(trainer.pair, step, lr)
@@ -232,44 +233,64 @@ class _OnItsWay:
         return values
 
 
+@dataclasses.dataclass(frozen=True)
+class _Launched:
+    """A step whose results are on their way."""
+
+    step: int
+    results: _OnItsWay
+    batches: list[Batch]
+    lr: float
+    epoch: float
+    begun: float
+
+
 class _Reader:
     """Reads each step's results one step later, when they are ready, and checks that they are finite."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._waiting: list[tuple[int, _OnItsWay, list[Batch], float, float]] = []
-        self._last = time.perf_counter()
+        self._waiting: list[_Launched] = []
+        self._begun = time.perf_counter()
         trainer.job.output.mkdir(parents=True, exist_ok=True)
         self._log = (trainer.job.output / "metrics.jsonl").open("a", buffering=1)
+
+    def begin(self) -> None:
+        """Notes that a step begins."""
+        self._begun = time.perf_counter()
 
     def read(self, tensors: StepTensors, batches: list[Batch], lr: float) -> Iterator[StepReport]:
         """Takes a step that was launched, and yields the one before it."""
         results = _OnItsWay(torch.cat((tensors.loss.double()[None], tensors.norm.double()[None], tensors.counts)))
-        yield from self.rest()
-        self._waiting.append((self._trainer.done, results, batches, lr, self._trainer.loader.epoch))
+        yield from self.rest(self._begun)
+        self._waiting.append(
+            _Launched(self._trainer.done, results, batches, lr, self._trainer.loader.epoch, self._begun)
+        )
 
-    def rest(self) -> Iterator[StepReport]:
-        """Yields what was launched and not read yet."""
+    def rest(self, end: float | None = None) -> Iterator[StepReport]:
+        """Yields what was launched and not read yet.
+
+        Args:
+            end: when the next step began; None waits for what there is.
+        """
         while self._waiting:
-            step, results, batches, lr, epoch = self._waiting.pop(0)
-            loss, norm, *counts = results.tolist()
+            launched = self._waiting.pop(0)
+            loss, norm, *counts = launched.results.tolist()
             if not math.isfinite(loss) or not math.isfinite(norm):
-                raise _not_finite(step, loss, norm, batches)
-            now = time.perf_counter()
+                raise _not_finite(launched.step, loss, norm, launched.batches)
             report = StepReport(
-                step=step,
+                step=launched.step,
                 steps=self._trainer.job.run.steps,
                 loss=loss,
                 norm=norm,
-                lr=lr,
+                lr=launched.lr,
                 scores=Scores.of(counts),
-                shapes=tuple(batch.shape for batch in batches),
-                num_tokens=sum(batch.num_tokens for batch in batches),
-                seconds=now - self._last,
-                epoch=epoch,
+                shapes=tuple(batch.shape for batch in launched.batches),
+                num_tokens=sum(batch.num_tokens for batch in launched.batches),
+                seconds=(time.perf_counter() if end is None else end) - launched.begun,
+                epoch=launched.epoch,
                 peak_bytes=_peak_bytes(self._trainer.pair.device),
             )
-            self._last = now
             self._log.write(json.dumps(report.to_json()) + "\n")
             yield report
 
