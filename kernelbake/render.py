@@ -37,9 +37,13 @@ _PLAIN_INTERVAL_S = 5.0
 def _write(stream: TextIO, text: str) -> None:
     """Writes; a reader that went away (``| head``) ends the output, not the command and not its exit code.
 
+    What the stream's encoding lacks, bytes in the name of a file among it, is written as an escape.
+
     Raises:
         InputError: stdout cannot take it.
     """
+    encoding = stream.encoding or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
         stream.write(text)
         stream.flush()

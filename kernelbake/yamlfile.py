@@ -18,6 +18,9 @@ MAX_DEPTH = 20
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_STRANGE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+"""Characters that cannot be seen, that some readers take for the end of a line, or that are none."""
+
 _WORDS = {"null": None, "~": None, "": None, "true": True, "false": False}
 
 Path = tuple[str | int, ...]
@@ -79,6 +82,9 @@ def read(text: bytes) -> Document:
     except UnicodeDecodeError as error:
         line = text[: error.start].count(b"\n") + 1
         return _refused(line, f"the byte `0x{text[error.start]:02x}` is not UTF-8; wanted a text file in UTF-8")
+    if match := _STRANGE.search(decoded):
+        line = decoded.count("\n", 0, match.start()) + 1
+        return _refused(line, f"the character `U+{ord(match[0]):04X}`; wanted it escaped, inside double quotes")
     return _Reader().read(decoded)
 
 
@@ -175,10 +181,18 @@ class _Reader:
         if type(event).__name__ != "ScalarEvent":
             self._fault(event.start_mark, path, "a key that is no text; wanted text")
             raise _Stop
-        self._refuse_indirection(event, (*path, event.value))
+        self._refuse_indirection(event, (*path, ascii(event.value)[1:-1]))
         if event.style is None and not isinstance(_plain(event.value), str):
             self._fault(event.start_mark, (*path, event.value), f"the key `{event.value}` is no text; wanted it quoted")
-        return str(event.value)
+        return self._text(event, path)
+
+    def _text(self, event: Any, path: Path) -> str:
+        """The text of a scalar; a pair of escaped surrogates, as JSON has them, becomes the character it stands for."""
+        try:
+            return str(event.value).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError:
+            self._fault(event.start_mark, path, "half of a pair of surrogates; wanted text in Unicode")
+            return ""
 
     def _sequence(self, events: Iterator[Any], path: Path) -> list[Any]:
         found: list[Any] = []
@@ -190,13 +204,15 @@ class _Reader:
 
     def _scalar(self, event: Any, path: Path) -> Any:
         if event.style is not None:
-            return str(event.value)
+            return self._text(event, path)
         if _NOT_FINITE.fullmatch(event.value):
             self._fault(event.start_mark, path, f"`{event.value}` is not finite; wanted a number or quoted text")
             return None
         value = _plain(event.value)
         if not isinstance(value, str):
             self._scalars[path] = event.value
+        if isinstance(value, str):
+            return self._text(event, path)
         if isinstance(value, float) and value in (float("inf"), float("-inf")):
             self._fault(event.start_mark, path, f"`{event.value}` is too large; wanted a finite number")
             return None

@@ -14,7 +14,7 @@ REQUIRE_GPU = bool(os.environ.get("KERNELBAKE_REQUIRE_GPU"))
 """Whether a missing GPU is a failure (``make test-gpu``)."""
 
 hypothesis.settings.register_profile("tenth", derandomize=True, max_examples=30, deadline=None, database=None)
-hypothesis.settings.register_profile("whole", max_examples=300, deadline=None)
+hypothesis.settings.register_profile("whole", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("whole" if LONG else "tenth")
 
 

@@ -162,6 +162,20 @@ def test_no_colour_and_no_control_characters_without_a_terminal(held: Path) -> N
     assert "\x1b" not in done.stdout + done.stderr
 
 
+def test_a_file_name_that_is_no_text_and_a_narrow_encoding_are_shown_escaped(held: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(b"odd-\xff.tar")
+    (tmp_path / name).write_bytes(held.read_bytes())
+    done = run("verify", name, "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["bundle"] == name
+    assert run("diff", held, name, cwd=tmp_path).returncode == 0
+    done = run("build", "--help", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    done = run("verify", "missing-é.tar", PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    assert done.returncode == errors.ExitCode.INPUT
+    assert r"missing-\xe9.tar" in done.stderr
+
+
 # ---------------------------------------------------------------------------------------------- exit codes
 
 
