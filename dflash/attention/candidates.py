@@ -22,6 +22,8 @@ _FULL_ROW_BYTES = 256
 def scaled(tile, head_dim, item_bytes):
     """Rows of a tile for this head dim and dtype: as many as keep its bytes at those of rows of 128 16-bit numbers."""
     row_bytes = triton.next_power_of_2(head_dim) * item_bytes
+    if item_bytes > 2:  # no matrix unit: products are unrolled multiply-adds, which spill in tiles of the usual size
+        row_bytes *= 2
     return max(min(tile, _TILE_MIN), tile * _FULL_ROW_BYTES // max(row_bytes, _FULL_ROW_BYTES))
 
 

@@ -99,6 +99,26 @@ def _query_mask(lane_ok, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _load_queries(ptrs, lane_ok, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
+    """A query tile; EVEN states that every lane is in range."""
+    if EVEN and HEAD_DIM == BLOCK_D:
+        tile = tl.load(ptrs)
+    else:
+        tile = tl.load(ptrs, mask=_query_mask(lane_ok, HEAD_DIM, BLOCK_D), other=0.0)
+    return tile
+
+
+@triton.jit
+def _load_lanes(ptrs, lane_ok, other, EVEN: tl.constexpr):
+    """A number for each lane; EVEN states that every lane is in range."""
+    if EVEN:
+        tile = tl.load(ptrs)
+    else:
+        tile = tl.load(ptrs, mask=lane_ok, other=other)
+    return tile
+
+
+@triton.jit
 def _dot(a, b, acc=None):
     return tl.dot(a, b, acc, input_precision="ieee")
 
@@ -398,6 +418,7 @@ def _key_gradient(
     Rows are taken from the last to the first: all programs that run at a time then read the same rows, in the cache.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP
+    EVEN: tl.constexpr = BLOCK_SIZE % ROWS == 0 and BLOCK_M % GROUP == 0  # then tiles cover whole blocks exactly
     own = tile >= context_tiles
     valid_rows = tl.load(counts_ptr + num_marks - 1) * BLOCK_SIZE
     key0, limit, seen_begin, full_begin, full_end, seen_end = _seen_by(
@@ -419,15 +440,12 @@ def _key_gradient(
     for step in tl.range(0, tl.cdiv(seen_end - seen_begin, ROWS)):
         row0 = seen_end - (step + 1) * ROWS
         rows = row0 + lanes // GROUP
-        lane_ok = rows >= seen_begin
-        if ROWS * GROUP != BLOCK_M:
-            lane_ok = lane_ok & (lanes < ROWS * GROUP)
-        loaded = _query_mask(lane_ok, HEAD_DIM, BLOCK_D)
+        lane_ok = (rows >= seen_begin) & (lanes < ROWS * GROUP)
         base = row0.to(tl.int64) * QUERY_STRIDE
-        q = tl.load(q_ptr + base + offsets, mask=loaded, other=0.0)
-        grad = tl.load(grad_ptr + base + offsets, mask=loaded, other=0.0)
-        lse = tl.load(lse_ptr + row0.to(tl.int64) * GROUP + lanes, mask=lane_ok, other=float("inf"))
-        delta = tl.load(delta_ptr + row0.to(tl.int64) * GROUP + lanes, mask=lane_ok, other=0.0)
+        q = _load_queries(q_ptr + base + offsets, lane_ok, HEAD_DIM, BLOCK_D, EVEN)
+        grad = _load_queries(grad_ptr + base + offsets, lane_ok, HEAD_DIM, BLOCK_D, EVEN)
+        lse = _load_lanes(lse_ptr + row0.to(tl.int64) * GROUP + lanes, lane_ok, float("inf"), EVEN)
+        delta = _load_lanes(delta_ptr + row0.to(tl.int64) * GROUP + lanes, lane_ok, 0.0, EVEN)
         logits = _dot(k, tl.trans(q)) * scale_log2 - lse[None, :]
         if (row0 < full_begin) | (row0 + ROWS > full_end):
             begin, end = _context_interval(bounds_ptr, rows, lane_ok, num_blocks, window, BLOCK_SIZE, BOUNDED)
