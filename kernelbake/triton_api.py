@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -675,6 +676,7 @@ def build_library(name: str, source: str) -> bytes:
         stand_in = [compiler, "empty.c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1"]
         real = [compiler, f"{name}.c", "-O3", "-shared", "-fPIC", "-s", "-Wno-psabi", "-o", f"{name}.so"]
         real += ["-L.", "-Wl,--no-as-needed", "-l:libcuda.so.1", *(f"-I{path}" for path in includes)]
+        real += [f"-fmacro-prefix-map={path}=include" for path in includes]  # asserts in headers name their file
         for command in (stand_in, real):
             try:
                 done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -706,11 +708,10 @@ def load_library(name: str, path: str) -> types.ModuleType:
     Raises:
         ImportError: it does not load, with the loader's reason.
     """
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"launcher library `{name}`: `{path}` is no extension module")
+    loader = importlib.machinery.ExtensionFileLoader(name, path)
+    spec = importlib.machinery.ModuleSpec(name, loader, origin=path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 
