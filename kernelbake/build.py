@@ -146,41 +146,45 @@ class _Build:
                 self._monitor = self._wanted_gpu()
         with self._phase("plan"):
             plan = self._plan()
-        state, fingerprint, utilities = self._start(plan)
-        try:
+        with contextlib.ExitStack() as stack:
+            fingerprint, utilities, server, source = self._start(plan, stack)
+            state = self._open_journal(plan, fingerprint)
+            stack.callback(self._journal.close)
+            supervisor = self._supervisor(plan, state)
+            stack.callback(supervisor.close)
+            if self._made == "measured":
+                stack.enter_context(gpu.reserved(self._monitor.uuid))
+                supervisor.prepare(open_now=True)  # it imports and opens while others compile
+            if server is not None:
+                with self._phase("compile"):
+                    self._compile(plan, state, server, source)
+                server.close()
             if not self._options.compile_only:
                 with self._phase("measure"):
-                    self._measure(plan, state)
+                    self._measure(state, supervisor)
+                self._seconds["measure"] -= self._seconds["open"]
             with self._phase("pack"):
                 packed = self._pack(plan, state, fingerprint, utilities)
-        finally:
-            self._journal.close()
         with self._phase("self-check"):
             self._self_check(packed)
         packed.replace(self._output)
         journal.sync_folder(self._output.parent)
         return self._result(plan, state)
 
-    def _start(self, plan: Plan) -> tuple[State, Fingerprint, str | None]:
-        """Everything before measuring: the journal read, all code there."""
+    def _start(
+        self, plan: Plan, stack: contextlib.ExitStack
+    ) -> tuple[Fingerprint, str | None, CompileServer | None, bundle.Bundle | None]:
+        """Fingerprint, helper library, the compile server where one is needed, and the bundle to take code from."""
         if self._options.fingerprint is not None:
-            return self._open_journal(plan, self._options.fingerprint), self._options.fingerprint, None
+            return self._options.fingerprint, None, None, None
         source = self._compiled_bundle(plan)
         jobs = self._options.jobs or len(os.sched_getaffinity(0))
-        with self._server(plan, 0 if self._manifest.interpreted or source else jobs) as server:
-            with self._phase("start"):
-                fingerprint, utilities = server.facts()
-            if source is not None:
-                _check_fits(source, fingerprint)
-            state = self._open_journal(plan, fingerprint)
-            try:
-                if not self._manifest.interpreted:
-                    with self._phase("compile"):
-                        self._compile(plan, state, server, source)
-            except BaseException:
-                self._journal.close()
-                raise
-        return state, fingerprint, utilities
+        with self._phase("start"):
+            server = stack.enter_context(self._server(plan, 0 if self._manifest.interpreted or source else jobs))
+            fingerprint, utilities = server.facts()
+        if source is not None:
+            _check_fits(source, fingerprint)
+        return fingerprint, utilities, None if self._manifest.interpreted else server, source
 
     @property
     def _made(self) -> bundle.Made:
@@ -349,41 +353,37 @@ class _Build:
 
     # ------------------------------------------------------------------------------------------ measure
 
-    def _measure(self, plan: Plan, state: State) -> None:
-        codes = self._folder / "codes.json"
-        codes.write_bytes(digest.canonical_json(state.codes))
+    def _supervisor(self, plan: Plan, state: State) -> Supervisor:
         planned = self._folder / "plan.json"
         planned.write_bytes(digest.canonical_json(plan.to_json()))
         manifest = self._manifest
         job = {
             "engine": self._options.engine,
             "plan": str(planned),
-            "codes": str(codes),
+            "codes": str(self._folder / "codes.json"),
             "folder": str(self._files.folder),
             "plugin": manifest.plugin,
             "section": dict(manifest.section),
             "interpreted": manifest.interpreted,
             "policy": manifest.measure.to_json(),
         }
-        supervision = Supervision(
-            job, self._worker_environment(), self._folder / "worker.log", manifest.measure.time_limit_s
-        )
+        environment, log = self._worker_environment(), self._folder / "worker.log"
+        supervision = Supervision(job, environment, log, manifest.measure.time_limit_s)
 
         def write(record: Mapping[str, Any]) -> None:
             self._write(state, record)
 
-        if manifest.interpreted:
-            self._facts = Supervisor(supervision, state, write, self._boot, self._on_event).run()
-            return
-        monitor = self._monitor
-        with gpu.reserved(monitor.uuid):
-            first = monitor.conditions().to_json()
+        return Supervisor(supervision, state, write, self._boot, self._on_event)
+
+    def _measure(self, state: State, supervisor: Supervisor) -> None:
+        (self._folder / "codes.json").write_bytes(digest.canonical_json(state.codes))
+        if self._made == "measured":
+            monitor = self._monitor
+            first = monitor.conditions(own=1).to_json()
             self._on_event(Event("note", "measure", message=f"GPU {monitor.uuid}: {first}", data=first))
-
-            def conditions() -> Mapping[str, Any]:
-                return monitor.conditions(own=1).to_json() if monitor.cheap else first
-
-            self._facts = Supervisor(supervision, state, write, self._boot, self._on_event, conditions).run()
+            supervisor.conditions = lambda: monitor.conditions(own=1).to_json() if monitor.cheap else first
+        self._facts = supervisor.run()
+        self._seconds["open"] = supervisor.opening_s
 
     def _worker_environment(self) -> dict[str, str]:
         """The machine's own, since a driver may need any of it, without what would change Triton or FLA."""

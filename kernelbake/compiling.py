@@ -61,12 +61,19 @@ class CompileServer:
 
     def __enter__(self) -> CompileServer:
         self._child = Child(["-P", "-m", "kernelbake.compile"], environment=self._environment, log=self._log)
+        self._open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        self._child.close()
+        self.close()
+
+    def close(self) -> None:
+        """Ends its processes."""
+        if self._open:
+            self._open = False
+            self._child.close()
 
     def facts(self) -> tuple[Fingerprint, str | None]:
         """Waits until it is ready: the fingerprint of its process, and the digest of Triton's helper library.

@@ -35,6 +35,7 @@ from kernelbake.profiles import DeviceProfile
 from kernelbake.recorder import intercepted
 from kernelbake.shadow import find_workload
 from kernelbake.tune import Checked, Failed, Report, tune
+from kernelbake.worker_main import Known
 from kernelbake.workload import Oracle
 
 # ---------------------------------------------------------------------------------------------- candidates
@@ -405,8 +406,12 @@ def _variants(launch: Launch) -> list[dict[str, int]]:
 class Progress(Report, Protocol):
     """What the worker tells the builder besides the fate of candidates."""
 
-    def ready(self, facts: Mapping[str, Any]) -> None:
-        """The session is open."""
+    def imported(self) -> None:
+        """All libraries are imported; returns when the device may be used."""
+        ...
+
+    def ready(self) -> Known:
+        """The workload is open; returns what earlier workers have found out, once measuring may begin."""
         ...
 
     def case_done(self, case: str, met: Collection[tuple[int, int]]) -> None:
@@ -418,8 +423,7 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
     """Opens the workload and runs a step of every case that was not done before.
 
     Args:
-        job: from the builder: ``plugin``, ``section``, ``interpreted``, ``policy``, ``codes``, ``folder``, ``decided``,
-            ``cases_done``, ``met``.
+        job: from the builder: ``plugin``, ``section``, ``interpreted``, ``policy``, ``codes``, ``folder``.
         plan: the plan.
         report: where everything is told.
 
@@ -435,17 +439,19 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
     spec = plugin.parse(job["section"])
     with contextlib.ExitStack() as stack:
         stack.enter_context(plugin.prepare(interpreted=interpreted))
-        device, code = _device(job, plan)
+        for launch in plan.launches:
+            triton_api.find(launch.kernel)
+        report.imported()
         session = plugin.open(spec, device="cpu" if interpreted else "cuda", seed=policy.seed)
-        report.ready({})
-        decided = {int(place): winner for place, winner in job["decided"].items()}
-        conductor = Conductor(plan, decided, code, device, policy, report, plugin.oracles(spec))
-        conductor.met.update(dict.fromkeys((place, variant) for place, variant in job["met"]))
+        known = report.ready()
+        device, code = _device(job, plan)
+        conductor = Conductor(plan, known.decided, code, device, policy, report, plugin.oracles(spec))
+        conductor.met.update(dict.fromkeys(known.met))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(intercepted(conductor))
         start = time.perf_counter()
         for case in plan.cases:
-            if case.id not in job["cases_done"]:
+            if case.id not in known.cases:
                 session.step(case)
                 device.wait()
                 conductor.check_planned()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,11 @@ class Supervisor:
         write: puts a record on disk and into the state.
         boot: which start of the machine this is.
         on_event: told of progress and rejections.
+
+    Attributes:
         conditions: asked after every decision; what it says is kept with the decision.
+        workers: how many have measured.
+        opening_s: how long was waited for workers to import their libraries and build their models.
     """
 
     def __init__(
@@ -56,13 +61,31 @@ class Supervisor:
         write: Callable[[Mapping[str, Any]], None],
         boot: str,
         on_event: OnEvent,
-        conditions: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._supervision, self._state, self._write, self._boot = supervision, state, write, boot
-        self._on_event, self._conditions = on_event, conditions
+        self._on_event = on_event
+        self.conditions: Callable[[], Mapping[str, Any]] = dict
         self._current: tuple[int, int] | None = None
+        self._next: Child | None = None
         self.workers = 0
-        """How many were started."""
+        self.opening_s = 0.0
+
+    def prepare(self, *, open_now: bool) -> None:
+        """Starts the next worker ahead of time.
+
+        Args:
+            open_now: whether it shall also open the workload, which uses the GPU; else it imports its libraries only.
+        """
+        supervision = self._supervision
+        child = Child(supervision.arguments, environment=supervision.environment, log=supervision.log)
+        child.send({**supervision.job, "open_now": open_now})
+        self._next = child
+
+    def close(self) -> None:
+        """Ends a worker that was started and not used."""
+        if self._next is not None:
+            self._next.close()
+            self._next = None
 
     def run(self) -> dict[str, Any]:
         """The facts with which the last worker ended.
@@ -71,21 +94,28 @@ class Supervisor:
             KernelbakeError: what a worker refused with, or that it ended outside of any candidate.
             KeyboardInterrupt: a candidate was interrupted by a person.
         """
-        while True:
-            facts = self._one_worker()
-            if facts is not None:
-                return facts
+        try:
+            while True:
+                facts = self._one_worker()
+                if facts is not None:
+                    return facts
+        finally:
+            self.close()
 
     def _one_worker(self) -> dict[str, Any] | None:
         """Runs one worker to its end; None if another one has to go on."""
         self.workers += 1
         self._current = None
-        supervision = self._supervision
-        child = Child(supervision.arguments, environment=supervision.environment, log=supervision.log)
+        if self._next is None:
+            self.prepare(open_now=True)
+        child, self._next = self._next, None
+        assert child is not None
+        if self.workers > 1:
+            self.prepare(open_now=False)  # where one has fallen more will, and imports take longest
         try:
-            child.send({**supervision.job, **self._known()})
+            self._open(child)
             while True:
-                limit = supervision.time_limit_s if self._current else _QUIET_LIMIT_S
+                limit = self._supervision.time_limit_s if self._current else _QUIET_LIMIT_S
                 message = child.receive(limit)
                 if message is None:
                     child.kill()
@@ -99,6 +129,18 @@ class Supervisor:
             return None
         finally:
             child.close()
+
+    def _open(self, child: Child) -> None:
+        """Waits until a worker has opened the workload and tells it what is known."""
+        start = time.monotonic()
+        child.send({"open": True})
+        message = child.receive(_QUIET_LIMIT_S)
+        self.opening_s += time.monotonic() - start
+        if message is None:
+            raise BuildError(f"measure: the workload is not open after {_QUIET_LIMIT_S:g} s; wanted it open")
+        if message["event"] in _ENDS:
+            self._end(message, child)
+        child.send(self._known())
 
     def _known(self) -> dict[str, Any]:
         """What a new worker has to know of the earlier ones."""
@@ -128,7 +170,7 @@ class Supervisor:
             self._outcome(message["launch"], message["candidate"], message["data"])
         elif event == "decided":
             self._current = None
-            data = {**message["data"], "conditions": self._conditions()}
+            data = {**message["data"], "conditions": self.conditions()}
             self._write({"kind": "decided", "launch": message["launch"], "data": data})
             self._progress(str(self._state.plan.launches[message["launch"]].kernel.name))
         elif event == "case":

@@ -6,6 +6,7 @@ builder alone writes the journal; a start is answered once it is on disk.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -25,20 +26,32 @@ ENGINE = "kernelbake.measure:run"
 """What measures for real: called with job, plan and report. A job may name another function of that form."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What earlier workers have found out.
+
+    Args:
+        decided: winner of each launch, by their places in the plan.
+        cases: ids of the cases whose steps have run to their end.
+        met: launch and variant of every call of those steps.
+    """
+
+    decided: Mapping[int, int]
+    cases: frozenset[str]
+    met: tuple[tuple[int, int], ...]
+
+
 class ChannelReport:
     """Tells the builder; implements ``measure.Progress``.
 
     Args:
         channel: to the builder.
-        rejected: candidates of which it is already known, by launch and candidate.
+        open_now: whether the workload may be opened at once.
     """
 
-    def __init__(self, channel: Channel, rejected: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-        self._channel = channel
-        self._rejected = {
-            int(launch): {int(candidate): Rejected.from_json(data) for candidate, data in found.items()}
-            for launch, found in rejected.items()
-        }
+    def __init__(self, channel: Channel, *, open_now: bool) -> None:
+        self._channel, self._open_now = channel, open_now
+        self._rejected: dict[int, dict[int, Rejected]] = {}
 
     def rejected(self, launch: int) -> Mapping[int, Rejected]:
         return self._rejected.get(launch, {})
@@ -55,8 +68,23 @@ class ChannelReport:
     def decided(self, launch: int, data: Mapping[str, Any]) -> None:
         self._channel.send({"event": "decided", "launch": launch, "data": dict(data)})
 
-    def ready(self, facts: Mapping[str, Any]) -> None:
-        self._channel.send({"event": "ready", "facts": dict(facts)})
+    def imported(self) -> None:
+        if not self._open_now:
+            self._channel.receive()
+
+    def ready(self) -> Known:
+        if self._open_now:
+            self._channel.receive()
+        known = self._channel.ask({"event": "ready"})
+        self._rejected = {
+            int(launch): {int(candidate): Rejected.from_json(data) for candidate, data in found.items()}
+            for launch, found in known["rejected"].items()
+        }
+        return Known(
+            decided={int(launch): winner for launch, winner in known["decided"].items()},
+            cases=frozenset(known["cases_done"]),
+            met=tuple((launch, variant) for launch, variant in known["met"]),
+        )
 
     def case_done(self, case: str, met: Collection[tuple[int, int]]) -> None:
         self._channel.send({"event": "case", "case": case, "met": list(met)})
@@ -69,7 +97,8 @@ def work(channel: Channel) -> dict[str, Any]:
         module, _, name = job["engine"].partition(":")
         engine = getattr(importlib.import_module(module), name)
         plan = Plan.from_json(json.loads(Path(job["plan"]).read_bytes()))
-        return {"event": "done", "facts": engine(job, plan, ChannelReport(channel, job["rejected"]))}
+        report = ChannelReport(channel, open_now=job["open_now"])
+        return {"event": "done", "facts": engine(job, plan, report)}
     except KeyboardInterrupt:
         return {"event": "interrupted"}
     except DeviceLostError as error:

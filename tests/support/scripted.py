@@ -223,11 +223,12 @@ def run(job: Mapping[str, Any], wanted: Plan, report: Any) -> dict[str, Any]:
 
 
 def walk(job: Mapping[str, Any], wanted: Plan, report: Any, *, pause_s: float) -> dict[str, Any]:
-    report.ready({})
-    decided = {int(place) for place in job["decided"]}
+    report.imported()
+    known = report.ready()
+    decided = set(known.decided)
     met: dict[tuple[int, int], None] = {}
     for case in wanted.cases:
-        if case.id in job["cases_done"]:
+        if case.id in known.cases:
             continue
         for place, found in enumerate(wanted.launches):
             if case.id in found.cases:

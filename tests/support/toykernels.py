@@ -72,3 +72,14 @@ def leaves_gaps_at_64(x, y, n, BLOCK: tl.constexpr):
         tl.store(y + at, value, mask=(at < n) & (at % 2 == 0))
     else:
         tl.store(y + at, value, mask=at < n)
+
+
+@triton.autotune(configs=_configs(16, 32, 64), key=["n"])
+@triton.jit
+def mostly_wrong(x, y, n, BLOCK: tl.constexpr):
+    """Two of three configs agree on a wrong result."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n)
+    if BLOCK > 16:
+        value = value + 1.0
+    tl.store(y + at, value, mask=at < n)

@@ -1,6 +1,8 @@
 """A workload of small kernels for tests of the builder: real launches, no library behind them.
 
-Its section is ``{sizes: [..], kernels: [names in toykernels], device_case: …}``; named ``toyworkload:WORKLOAD``.
+Its section is ``{sizes: [..], kernels: [names in toykernels]}``. Plug-ins here, by their names after
+``toyworkload:``: ``WORKLOAD``, ``SURPRISING`` (a real step launches more than a shadow run), ``FAILING`` (a real step
+raises), ``WATCHFUL`` (asserts what it sees around its launches), ``KNOWING`` (has an oracle).
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ _LAUNCHES = {
     "wrong_at_128": _launch_copy("wrong_at_128"),
     "strays_at_64": _launch_copy("strays_at_64"),
     "leaves_gaps_at_64": _launch_copy("leaves_gaps_at_64"),
+    "mostly_wrong": _launch_copy("mostly_wrong"),
 }
 
 
@@ -103,4 +106,78 @@ class ToyWorkload:
         return contextlib.nullcontext()
 
 
+def _is_real() -> bool:
+    """Whether tensors hold data; a shadow run's do not."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(torch.empty(1), FakeTensor)
+
+
+class _Surprised(ToySession):
+    def step(self, case: Case) -> None:
+        import torch
+
+        super().step(case)
+        if _is_real():
+            x = torch.randn(case["size"] + 1, device=self._device)
+            _launch_scale(x, case["size"] + 1)
+            import toykernels
+
+            toykernels.shift[(1,)](x, case["size"], BLOCK=32)
+
+
+class _Failing(ToySession):
+    def step(self, case: Case) -> None:
+        super().step(case)
+        if _is_real():
+            _ = 1 / 0
+
+
+class _Watchful(ToySession):
+    def step(self, case: Case) -> None:
+        import torch
+
+        n = case["size"]
+        x, total = torch.ones(n, device=self._device), torch.full((n,), 3.0, device=self._device)
+        guard = torch.ones(3 * n, device=self._device)
+        for _ in range(2):
+            before = x.clone()
+            _launch_shift(x, n)
+            _assert_equal(x, before + 1.0)
+            inside = guard[n : 2 * n]
+            _launch_shift(inside, n)
+            _assert_equal(guard[:n], torch.ones(n, device=self._device))
+            _assert_equal(guard[2 * n :], torch.ones(n, device=self._device))
+            import toykernels
+
+            before = total.clone()
+            toykernels.accumulate[_grid(n)](x, total, None, n)
+            _assert_equal(total, before + x)
+
+
+def _assert_equal(one: Any, other: Any) -> None:
+    import torch
+
+    if _is_real() and not torch.equal(one, other):
+        raise AssertionError(f"{one} is not {other}")
+
+
+class _Variation(ToyWorkload):
+    """The toy workload with another session."""
+
+    def __init__(self, session: type[ToySession]) -> None:
+        self._session = session
+
+    def open(self, spec: Any, *, device: str, seed: int) -> ToySession:
+        return self._session(spec, device, seed)
+
+
+class _Knowing(ToyWorkload):
+    def oracles(self, spec: Any) -> Mapping[str, Oracle]:
+        return {"toykernels.mostly_wrong": Oracle(lambda arguments: {"y": arguments["x"]}, 1e-6)}
+
+
 WORKLOAD = ToyWorkload()
+SURPRISING, FAILING, WATCHFUL = _Variation(_Surprised), _Variation(_Failing), _Variation(_Watchful)
+KNOWING = _Knowing()

@@ -76,7 +76,7 @@ def test_a_build_from_start_to_end(tmp_path: Path) -> None:
     assert winners == {"tuned": "time=1.0", "other": "time=1.0", "single": "time=1.0"}
     assert result.rejected == {"wrong-result": 2, "crash": 1}
     assert (result.keys, result.candidates, result.entries) == (2, 9, 0)
-    assert set(result.seconds) == {"plan", "measure", "pack", "self-check"}
+    assert set(result.seconds) == {"plan", "open", "measure", "pack", "self-check"}
     assert [event.phase for event in events if event.kind == "phase"] == ["plan", "measure", "pack", "self-check"]
     assert [event.done for event in events if event.kind == "progress" and event.phase == "measure"] == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle.tar"], "nothing else is left"
