@@ -198,6 +198,25 @@ def _unknown_kernel(held: Bundle, text: str) -> InputError:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tried:
+    """What became of one candidate.
+
+    Args:
+        config: the candidate.
+        outcome: ``ok``, or the reason of its rejection.
+        median_ms: its time; None where it was not measured.
+        error: its largest relative deviation from the reference; None where it was not compared.
+        note: detail of a rejection, or the candidate whose code is the same; "" for neither.
+    """
+
+    config: str
+    outcome: str
+    median_ms: float | None
+    error: float | None
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Explained:
     """Why one decision is in the bundle.
 
@@ -205,7 +224,7 @@ class Explained:
         choice: the decision.
         cases: ids of the cases that make the launch.
         variants: the specializations launched, for people.
-        outcomes: (config, outcome, median in ms or None) of every candidate, fastest first, then the rejected.
+        tried: every candidate, the fastest first, then those not measured.
         nearest: the other key of the same kernel that differs least: its text, and ``field: this; other`` for each
             difference. None where the kernel has one key only.
     """
@@ -213,7 +232,7 @@ class Explained:
     choice: Choice
     cases: tuple[str, ...]
     variants: tuple[str, ...]
-    outcomes: tuple[tuple[str, str, float | None], ...]
+    tried: tuple[Tried, ...]
     nearest: tuple[str, tuple[str, ...]] | None
 
     def to_json(self) -> dict[str, Any]:
@@ -221,7 +240,7 @@ class Explained:
             "choice": self.choice.to_json(),
             "cases": list(self.cases),
             "variants": list(self.variants),
-            "outcomes": [{"config": c, "outcome": o, "median_ms": m} for c, o, m in self.outcomes],
+            "tried": [dataclasses.asdict(candidate) for candidate in self.tried],
             "nearest": None if self.nearest is None else {"key": self.nearest[0], "differences": list(self.nearest[1])},
         }
 
@@ -257,7 +276,7 @@ def _explained(held: Bundle, choice: Choice) -> Explained:
         choice,
         launch.cases if launch is not None else (),
         tuple(str(variant.specializations[index]) for variant in variants),
-        _outcomes(held.record, choice),
+        _tried(held.record, choice),
         _nearest(choice, held.choices),
     )
 
@@ -270,14 +289,26 @@ def _nearest(choice: Choice, choices: Iterable[Choice]) -> tuple[str, tuple[str,
     return str(nearest.key), plan.nearest_key(choice.key, [nearest.key])
 
 
-def _outcomes(record: Iterable[Mapping[str, Any]], choice: Choice) -> tuple[tuple[str, str, float | None], ...]:
+def _tried(record: Iterable[Mapping[str, Any]], choice: Choice) -> tuple[Tried, ...]:
     key = choice.key.to_json() if choice.key else None
     found = [
-        (str(Config.from_json(item["config"])), str(item["outcome"]), item.get("median_ms"))
+        Tried(
+            str(Config.from_json(item["config"])),
+            str(item["outcome"]),
+            item.get("median_ms"),
+            item.get("error"),
+            _note(item),
+        )
         for item in record
-        if item["kernel"] == choice.kernel.to_json() and item.get("key") == key
+        if item["kernel"] == choice.kernel.to_json() and item["key"] == key
     ]
-    return tuple(sorted(found, key=lambda row: (row[2] is None, row[2] or 0.0, row[0])))
+    return tuple(sorted(found, key=lambda row: (row.median_ms is None, row.median_ms or 0.0, row.config)))
+
+
+def _note(item: Mapping[str, Any]) -> str:
+    if "same_code_as" in item:
+        return f"same code as {Config.from_json(item['same_code_as'])}"
+    return str(item.get("detail", ""))
 
 
 # ---------------------------------------------------------------------------------------------- coverage

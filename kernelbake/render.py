@@ -359,23 +359,35 @@ def shown(summary: Shown, *, as_json: bool) -> None:
     line()
     fields = [(name, cls, _value(value)) for name, cls, value in summary.fingerprint]
     _print(table(("field", "class", "value"), fields))
+    if summary.skipped:
+        line()
     for case, reason in summary.skipped:
         line(f"skipped {case}: {reason}")
-    line()
-    _print(_choices(summary.choices))
+    kernel = ""
+    for choice in summary.choices:
+        if choice.kernel.name != kernel:
+            kernel = choice.kernel.name
+            line()
+            line(kernel)
+        line(f"  {choice.key or '(not tuned)'}")
+        line(f"    {_decided(choice)}")
 
 
-def _choices(choices: Iterable[Choice]) -> list[str]:
-    header = ("kernel", "key", "winner", "median ms", "binaries")
-    rows = [
-        (choice.kernel.name, choice.key or "-", choice.winner, _ms(choice.times.get("median_ms")), len(choice.entries))
-        for choice in choices
-    ]
-    return table(header, rows, right=(3, 4))
+def _decided(choice: Choice) -> str:
+    """``BT=64 num_warps=4: 0.5000 ms; runner-up BT=32 num_warps=8: 0.7500 ms; 2 binaries``."""
+    times = choice.times
+    parts = [f"{choice.winner}: {_ms(times['median_ms'])}" if "median_ms" in times else f"{choice.winner}"]
+    if "runner_up" in times:
+        tied = ", tied" if not times.get("told_apart", True) else ""
+        parts.append(f"runner-up {times['runner_up']}: {_ms(times['runner_up_ms'])}{tied}")
+    if times.get("repeatable") is False:
+        parts.append("not the same bits twice")
+    parts.append(counted(len(choice.entries), "binary"))
+    return "; ".join(parts)
 
 
 def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return "not measured" if value is None else f"{value:.4f} ms"
 
 
 def _value(value: Any) -> str:
@@ -404,13 +416,16 @@ def explained(items: Sequence[Explained], *, as_json: bool) -> None:
     for item in items:
         choice = item.choice
         line(f"{choice.kernel.name} {choice.key or '(not tuned)'}")
-        line(f"  winner   {choice.winner}, {_ms(choice.times.get('median_ms'))} ms")
+        line(f"  winner   {_decided(choice)}")
         for case in item.cases:
             line(f"  case     {case}")
         for variant in item.variants:
             line(f"  binary   {variant}")
-        for config, outcome, median in item.outcomes:
-            line(f"  tried    {config}: {outcome if median is None else f'{_ms(median)} ms'}")
+        for candidate in item.tried:
+            said = candidate.outcome if candidate.median_ms is None else _ms(candidate.median_ms)
+            error = f", deviation {candidate.error:.1e}" if candidate.error is not None else ""
+            remark = f" ({candidate.note})" if candidate.note else ""
+            line(f"  tried    {candidate.config}: {said}{error}{remark}")
         if item.nearest is not None:
             key, differences = item.nearest
             line(f"  nearest  {key}; differs in {', '.join(differences)}")

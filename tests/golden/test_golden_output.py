@@ -47,6 +47,8 @@ def _same_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def contents() -> Contents:
     made = samples.contents()
     timed = [{**line, "median_ms": 0.5 + number / 16} for number, line in enumerate(made.record)]
+    first = {**made.choices[0].times, "runner_up": "BLOCK=128", "told_apart": False, "repeatable": False}
+    choices = (dataclasses.replace(made.choices[0], times=first), *made.choices[1:])
     rejected = {**made.record[1], "outcome": "timeout", "detail": "no answer in 30 s"}
     skipped = ((Case((("bucket", 512), ("batch", 9))), "more rows than the batch"),)
     plan = dataclasses.replace(
@@ -54,7 +56,7 @@ def contents() -> Contents:
         skipped=skipped,
         unbounded=(Unbounded(made.plan.launches[0].kernel, "T", (512, 1024), "bucket"),),
     )
-    return dataclasses.replace(made, record=(timed[0], rejected, *timed[2:]), plan=plan)
+    return dataclasses.replace(made, record=(timed[0], rejected, *timed[2:]), plan=plan, choices=choices)
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
