@@ -39,8 +39,9 @@ def check(launches: Sequence[Launch], cases: Sequence[Case], limits: Limits) -> 
             because = f" because of argument {', '.join(drivers)}" if drivers else ""
             reasons.append(f"kernel {name}: {number} variants{because}")
     if reasons:
+        kernels = "1 kernel has" if len(reasons) == 1 else f"{len(reasons)} kernels have"
         raise PlanError(
-            f"plan: {len(reasons)} kernels have more than {limits.max_variants} variants",
+            f"plan: {kernels} more than {limits.max_variants} variants of arguments; wanted fewer",
             hint="give the workload fewer static shapes, or allow more variants",
             reasons=reasons,
         )

@@ -76,7 +76,7 @@ def started(*, interpreted: bool) -> Iterator[Child]:
     """A planning process that loads torch and Triton while the caller does something else; ended with the block."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kernelbake.shadow"],
+            command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -90,6 +90,11 @@ def started(*, interpreted: bool) -> Iterator[Child]:
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()  # type: ignore[union-attr]
+
+
+def command() -> list[str]:
+    """How the planning process is started: without the current folder among the places to find modules."""
+    return [sys.executable, "-P", "-m", "kernelbake.shadow"]
 
 
 def environment(inherited: Mapping[str, str], *, interpreted: bool) -> dict[str, str]:

@@ -230,6 +230,8 @@ def _explained(where: str) -> Iterator[None]:
     """Turns whatever a workload raises into one error that says where."""
     try:
         yield
+    except PlanError as error:
+        raise PlanError(f"{where}: {error.message}", hint=error.hint, reasons=error.reasons) from error
     except KernelbakeError:
         raise
     except Exception as error:

@@ -1,7 +1,7 @@
 """A workload made of single operations of flash-linear-attention, for tests of the planner: ``flaworkload:WORKLOAD``.
 
-Its section is ``{operations, batches, lengths, layouts}``; shapes are those of a 9B-class hybrid model. A packed case has
-one row of batch · length tokens: ``batch`` documents of equal length, or two unequal ones where batch is 1.
+Its section is ``{operations, batches, lengths, layouts}``; shapes are those of a 9B-class hybrid model. A packed case
+has one row of batch · length tokens: ``batch`` documents of equal length, or two unequal ones where batch is 1.
 """
 
 from __future__ import annotations

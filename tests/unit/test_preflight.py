@@ -1,0 +1,143 @@
+"""The preflight: what a run needs and its bundle lacks, told before a weight is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+
+from kernelbake import bundle, planner, profiles
+from kernelbake.errors import BundleError, CoverageError, ExitCode, MisfitError
+from kernelbake.keys import Case
+from kernelbake.plan import Plan
+from kernelbake.preflight import preflight, workload_of
+
+SECTION = {"target": "toy", "axes": {"buckets": [512, 1024]}}
+VERSIONS = {"python": "3.11.7", "triton": "3.7.1"}
+
+
+@pytest.fixture(scope="module")
+def baked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
+    """A bundle and the plan that it was built from."""
+    made = samples.contents()
+    resolved = {
+        "format": 1,
+        "name": "sample",
+        "gpu": profiles.load("h200").to_json(),
+        "workload": {"plugin": "toy", "section": SECTION},
+    }
+    plan = dataclasses.replace(made.plan, versions=VERSIONS)
+    path = tmp_path_factory.mktemp("bundle") / "bundle.tar"
+    bundle.write(path, samples.changed(made, plan=plan, manifest_resolved=resolved))
+    return path, plan
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands in for the planning process; holds the plan to give, then the requests that were made of it."""
+    box: list[Any] = []
+
+    class Child:
+        def plan(self, plugin: str, section: Any, profile: Any, **options: Any) -> Plan:
+            found: Plan = box.pop(0)
+            box.append({"plugin": plugin, "section": section, "profile": profile, "interpreted": started.interpreted})
+            return found
+
+    @contextlib.contextmanager
+    def started(*, interpreted: bool) -> Iterator[Child]:
+        started.interpreted = interpreted  # type: ignore[attr-defined]
+        yield Child()
+
+    monkeypatch.setattr(planner, "started", started)
+    return box
+
+
+def test_a_bundle_says_what_it_was_made_for(baked: tuple[Path, Plan]) -> None:
+    found = workload_of(baked[0])
+    assert (found.plugin, found.section, found.name, found.made) == ("toy", SECTION, "sample", "measured")
+    assert found.profile == profiles.load("h200")
+    assert found.digest == bundle.read(baked[0]).digest
+
+
+def test_the_bundles_own_run_is_covered(baked: tuple[Path, Plan], planned: list[Any]) -> None:
+    path, plan = baked
+    planned.append(plan)
+    found = preflight(path)
+    assert found.coverage.complete
+    assert found.coverage.num_needed == len(plan.launches)
+    assert found.new_cases == ()
+    assert planned == [{"plugin": "toy", "section": SECTION, "profile": profiles.load("h200"), "interpreted": False}]
+
+
+def test_the_runs_own_section_is_planned(baked: tuple[Path, Plan], planned: list[Any]) -> None:
+    planned.append(baked[1])
+    preflight(baked[0], {"target": "other"})
+    assert planned[0]["section"] == {"target": "other"}
+
+
+def test_a_new_case_that_is_covered_entirely_runs_and_is_named(baked: tuple[Path, Plan], planned: list[Any]) -> None:
+    path, plan = baked
+    case = Case((("bucket", 640), ("batch", 1)))
+    first = plan.launches[0]
+    variants = tuple(dataclasses.replace(variant, cases=(case.id,)) for variant in first.variants)
+    planned.append(dataclasses.replace(plan, cases=(case,), launches=(dataclasses.replace(first, variants=variants),)))
+    assert preflight(path).new_cases == ("bucket=640 batch=1",)
+
+
+def test_every_gap_is_listed_with_its_case_and_the_nearest_entry(baked: tuple[Path, Plan], planned: list[Any]) -> None:
+    path, plan = baked
+    case = Case((("bucket", 8192), ("batch", 1)))
+    kernels = {launch.kernel.name: launch.kernel for launch in plan.launches}
+    launches = tuple(samples.launch(kernel, 8192, case.id) for kernel in kernels.values())
+    planned.append(dataclasses.replace(plan, cases=(*plan.cases, case), launches=(*plan.launches, *launches)))
+    with pytest.raises(CoverageError) as caught:
+        preflight(path)
+    error = caught.value
+    assert error.exit_code is ExitCode.MISS == 5
+    assert error.message == "preflight: bundle `sample` lacks 2 things that 1 of 3 cases need; wanted all"
+    assert len(error.reasons) == 2
+    for name, reason in zip(kernels, error.reasons, strict=True):
+        assert reason.startswith(f"key {name}: n=8192 ")
+        assert "needed by bucket=8192 batch=1" in reason
+        assert "nearest in the bundle differs in n: `8192`; `" in reason
+
+
+def test_another_implementation_is_a_gap(baked: tuple[Path, Plan], planned: list[Any]) -> None:
+    planned.append(dataclasses.replace(baked[1], implementations={"conv": "torch"}))
+    with pytest.raises(CoverageError) as caught:
+        preflight(baked[0])
+    assert caught.value.reasons == ("implementation conv: `torch`; bundle: `triton`",)
+
+
+def test_another_triton_and_other_sources_do_not_fit(baked: tuple[Path, Plan], planned: list[Any]) -> None:
+    path, plan = baked
+    name = plan.launches[0].kernel.name
+    edited = dataclasses.replace(plan.kernels[name], source_digest="sha256:" + "ee" * 32)
+    planned.append(
+        dataclasses.replace(
+            plan, versions={**VERSIONS, "triton": "3.9.0"}, kernels={**plan.kernels, name: edited}, launches=()
+        )
+    )
+    with pytest.raises(MisfitError) as caught:
+        preflight(path)
+    assert caught.value.exit_code is ExitCode.MISFIT == 4
+    assert caught.value.reasons[0] == "triton.version: here `3.9.0`; bundle `3.7.1`"
+    assert caught.value.reasons[1].startswith(f"source {name}: source `sha256:eeee")
+
+
+def test_a_damaged_bundle_is_refused_although_the_plan_would_fit(
+    baked: tuple[Path, Plan], planned: list[Any], tmp_path: Path
+) -> None:
+    path, plan = baked
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged = tmp_path / "damaged.tar"
+    damaged.write_bytes(data)
+    planned.append(plan)
+    with pytest.raises(BundleError):
+        preflight(damaged)
