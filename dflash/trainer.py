@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dflash import checkpoint, data, devices, drafter, hub, target
+from dflash import checkpoint, data, devices, drafter, export, hub, target
 from dflash.anchors import Drafting
 from dflash.buckets import Batch, Shape
 from dflash.config import RunConfig
@@ -198,7 +198,7 @@ def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:
     if stop.number is not None:
         raise InterruptedRunError(stop.number, f"step {trainer.done} of {run.steps} is saved in `{saved}`")
     checkpoint.export(job.output / "drafter", trainer.pair.drafter, job.spec)
-    checkpoint.load_served(job.output / "drafter")
+    export.load(job.output / "drafter")
 
 
 def _step(pair: Pair, batches: list[Batch], lr: float) -> StepTensors:
