@@ -115,7 +115,7 @@ def shares(counts: Integers, cap: int) -> Integers:
     if total <= cap:
         return counts
     exact = counts * (cap / total)
-    given = np.floor(exact).astype(np.int64)
+    given: Integers = np.floor(exact).astype(np.int64)
     order = np.argsort(given - exact, kind="stable")
     given[order[: cap - int(given.sum())]] += 1
     return given

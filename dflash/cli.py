@@ -20,7 +20,7 @@ from kernelbake.errors import InputError, KernelbakeError
 
 if TYPE_CHECKING:
     from dflash.launch import Plan, Started
-    from dflash.trainer import Stop
+    from dflash.stop import Stop
 
 EPILOG = "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 does not fit, 5 missing, 8 stopped, 130, 143."
 

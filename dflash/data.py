@@ -179,7 +179,7 @@ class JsonLines:
         if not isinstance(row, Mapping):
             raise ValueError("wanted an object")
         if isinstance(row.get("text"), str):
-            ids = self._encode(row["text"])
+            ids: Any = self._encode(row["text"])
             mask: Any = [index > 0 for index in range(len(ids))]
         else:
             ids, mask = row.get("input_ids"), row.get("loss_mask")

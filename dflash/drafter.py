@@ -130,7 +130,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-untyped-call]
+        out: torch.Tensor = self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
         return out
 
 

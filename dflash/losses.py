@@ -241,7 +241,7 @@ def _faults(
     return faults
 
 
-class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]
+class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

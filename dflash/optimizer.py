@@ -58,9 +58,9 @@ class Optimizer:
         grads = self.grads
         norm = torch.nn.utils.get_total_norm(grads)
         self._adamw.param_groups[0]["lr"].fill_(lr)
-        self._adamw.grad_scale = (norm / self._clip).clamp(min=1.0).nan_to_num(nan=1.0, posinf=1.0)  # type: ignore[attr-defined]
+        self._adamw.grad_scale = (norm / self._clip).clamp(min=1.0).nan_to_num(nan=1.0, posinf=1.0)
         self._halted += norm.isfinite().logical_not()
-        self._adamw.found_inf = self._halted.clamp(max=1.0)  # type: ignore[attr-defined]
+        self._adamw.found_inf = self._halted.clamp(max=1.0)
         self._adamw.step()
         torch._foreach_copy_(self._weights, self.masters)
         torch._foreach_zero_(grads)

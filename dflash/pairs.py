@@ -83,7 +83,7 @@ class Pair:
             loss, correct_BNP = self.loss(features_BSF, embeddings_BQE, batch)
             share = loss / weight_sum
             self.part = "backward pass"
-            share.backward()  # type: ignore[no-untyped-call]
+            share.backward()
             return share.detach(), metrics.tally(correct_BNP, batch.labels_BNK[..., 1:])
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch]:

@@ -63,7 +63,7 @@ def start() -> Proof:
         count("benchmarks")
         return benchmark(self, *args, **kwargs)
 
-    Autotuner._bench = bench  # type: ignore[method-assign]
+    Autotuner._bench = bench
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in _PROCESS_EVENTS:

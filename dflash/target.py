@@ -288,7 +288,7 @@ def _stop_convolution_at_documents(module: Any) -> None:
         **kwargs: Any,
     ) -> torch.Tensor:
         if kwargs.get("cu_seq_lens_q") is None:
-            return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
         from fla.modules.causal_conv1d import causal_conv1d
 
         out_BSC, _ = causal_conv1d(
@@ -299,7 +299,7 @@ def _stop_convolution_at_documents(module: Any) -> None:
             cu_seqlens=kwargs["cu_seq_lens_q"],
             chunk_indices=kwargs.get("chunk_indices"),
         )
-        return out_BSC.transpose(1, 2)  # type: ignore[no-any-return]
+        return out_BSC.transpose(1, 2)
 
     causal_conv1d_fn.knows_documents = True  # type: ignore[attr-defined]
     causal_conv1d_fn.original = original  # type: ignore[attr-defined]

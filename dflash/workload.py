@@ -88,7 +88,8 @@ def _representative_pair(spec: Spec, device: str, seed: int) -> Pair:
     import torch
 
     from dflash import devices, drafter, target
-    from dflash.optimizer import Optimizer, OptimizerConfig
+    from dflash.config import OptimizerConfig
+    from dflash.optimizer import Optimizer
     from dflash.pairs import Pair
 
     where, dtype = torch.device(device), devices.DTYPES[spec.axes.dtype]

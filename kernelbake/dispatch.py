@@ -169,7 +169,8 @@ class Dispatcher:
         return config, _merged(**call, **meta)
 
     def _chosen(self, kernel: FrozenKernel, autotuner: Any, args: Sequence[Any], call: Mapping[str, Any]) -> Any:
-        if autotuner is not triton_api.autotuner_of(kernel.launchable):
+        known = triton_api.autotuner_of(kernel.launchable)
+        if known is None or autotuner is not known:
             raise self._miss(lookup.unknown_kernel(f"{kernel.held.kernel.name} (autotuned again)", (), redefined=True))
         given = {**dict(zip(autotuner.arg_names, args, strict=False)), **call}
         given = {name: value for name, value in given.items() if name in autotuner.arg_names}
@@ -399,7 +400,9 @@ def _merged(**kwargs: Any) -> dict[str, Any]:
 def _check_complete(kernel: FrozenKernel, given: Mapping[str, Any]) -> None:
     """Raises the ``TypeError`` of a call that lacks an argument, which Triton too would find before it launches."""
     supplied = {name for level in triton_api.levels(kernel.launchable) for name in getattr(level, "values", {})}
-    supplied |= {name for config in triton_api.autotuner_of(kernel.launchable).configs for name in config.kwargs}
+    autotuner = triton_api.autotuner_of(kernel.launchable)
+    if autotuner is not None:
+        supplied |= {name for config in autotuner.configs for name in config.kwargs}
     parameters = inspect.signature(kernel.function.fn).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind != one.VAR_POSITIONAL]
     missing = [name for name in required if name not in given and name not in supplied]

@@ -40,7 +40,7 @@ def install(profile: DeviceProfile) -> None:
     for name, value in _cuda_queries(profile).items():
         setattr(torch.cuda, name, value)
     torch.cuda._lazy_init = lambda: None
-    torch.Generator = _generator_class()  # type: ignore[misc]
+    torch.Generator = _generator_class()
     _fill_guard_table()
 
 
@@ -192,7 +192,7 @@ def _generator_class() -> type[torch._C.Generator]:
         on_device: bool
 
         def __new__(cls, device: Any = "cpu") -> Generator:
-            self = super().__new__(cls)
+            self: Generator = super().__new__(cls)
             self.on_device = torch.device(device).type != "cpu"
             return self
 

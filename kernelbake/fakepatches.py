@@ -121,7 +121,7 @@ def _moved(
     memory_format = memory_format or torch.preserve_format
     laid_out = memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format)
     if device == here and dtype == tensor.dtype and laid_out and not copy:
-        return tensor  # type: ignore[no-any-return]
+        return tensor
     mode = tensor.fake_mode
     mode.moving, before = True, mode.moving
     try:

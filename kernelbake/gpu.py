@@ -82,7 +82,7 @@ class Monitor:
 
     def __init__(self, uuid: str) -> None:
         self.uuid = uuid
-        self._nvml = _nvml()
+        self._nvml: Any = _nvml()
         self._handle: Any = None
         if self._nvml is not None:
             with contextlib.suppress(self._nvml.NVMLError):

@@ -23,7 +23,7 @@ def typed(value: Value) -> Typed:
     """A hashable form in which values of different types differ, and floats of different bits."""
     kind = type(value)
     if kind is tuple:
-        return (tuple, tuple(typed(item) for item in value))  # type: ignore[union-attr, arg-type]
+        return (tuple, tuple(typed(item) for item in value))  # type: ignore[union-attr]
     return (kind, value.hex()) if isinstance(value, float) else (kind, value)
 
 

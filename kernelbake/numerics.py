@@ -77,7 +77,7 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 def _window(storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, shape: Any, stride: Any) -> Any:
     itemsize = torch.empty(0, dtype=dtype).element_size()
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, offset_bytes // itemsize, tuple(shape), tuple(stride))  # type: ignore[call-overload]
+    return empty.set_(storage, offset_bytes // itemsize, tuple(shape), tuple(stride))
 
 
 class Extent:
@@ -316,11 +316,13 @@ class Arguments:
 
 
 def _same_window(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
+    return all(
+        (
+            one.data_ptr() == other.data_ptr(),
+            one.dtype == other.dtype,
+            one.shape == other.shape,
+            one.stride() == other.stride(),
+        )
     )
 
 

@@ -222,7 +222,7 @@ def _part(item: Any) -> Any:
 
 def _address(tensor: torch.Tensor) -> int:
     """What of a tensor's address may matter: all of it where the tensor is fake, its alignment where it is real."""
-    return tensor.storage_offset() if type(tensor).__name__ == "FakeTensor" else tensor.data_ptr() % 256
+    return int(tensor.storage_offset() if type(tensor).__name__ == "FakeTensor" else tensor.data_ptr() % 256)
 
 
 # ---------------------------------------------------------------------------------------------- interception

@@ -548,7 +548,7 @@ def _metadata_class(fields: tuple[str, ...]) -> Any:
     return collections.namedtuple("KernelMetadata", fields)
 
 
-class LoadedKernel(CompiledKernel):  # type: ignore[misc]
+class LoadedKernel(CompiledKernel):
     """One entry as Triton's compiled kernel, made from memory: no file is read and nothing is compiled.
 
     Args:
@@ -734,7 +734,7 @@ def make_driver(utilities: types.ModuleType) -> None:
             setattr(nvidia, name, function)
 
 
-class LibraryLauncher(nvidia.CudaLauncher):  # type: ignore[misc]
+class LibraryLauncher(nvidia.CudaLauncher):
     """Triton 3.6's launcher around a library of the bundle, called as the stock one is."""
 
     def __init__(self, library: types.ModuleType, source: Any, metadata: Any) -> None:

@@ -228,6 +228,10 @@ class _Tuning:
         first = trusted[next(iter(trusted))].output
         return self._site.difference(trusted[token].output, first).detail or "as the first"
 
+    def _warm(self, candidate: int) -> bool:
+        self._site.warm(candidate)
+        return True
+
     def _race(self, accepted: Mapping[str, Difference]) -> Race:
         race = Race(self._policy, list(accepted))
         warmed: set[str] = set()
@@ -236,7 +240,7 @@ class _Tuning:
                 self._report.sampling(self._place, self._tokens[token])
                 if token not in warmed:
                     warmed.add(token)
-                    if self._attempt(token, lambda candidate: self._site.warm(candidate) or True) is None:
+                    if self._attempt(token, self._warm) is None:
                         race.drop(token)
                         continue
                 samples = self._attempt(token, lambda candidate: checked_samples(self._site.sample(candidate)))

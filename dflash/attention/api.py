@@ -206,7 +206,7 @@ def _companion_faults(
     return faults
 
 
-class _AnchorAttention(torch.autograd.Function):  # type: ignore[misc]
+class _AnchorAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AnchorLayout, causal: bool, scale: float
