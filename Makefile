@@ -47,8 +47,8 @@ lint: $(READY) ## ruff and mypy
 golden: $(READY) ## write the golden files anew from what the commands print now; read the difference before you commit
 	@KERNELBAKE_WRITE_GOLDEN=1 $(PYTEST) tests/golden
 
-fuzz: $(READY) ## fuzz the readers of bundles and manifests for ten minutes
-	@KERNELBAKE_LONG=1 $(PYTEST) tests/attacks -k fuzz
+fuzz: $(READY) ## fuzz the readers of bundles and manifests for ten minutes of CPU time
+	@$(PY) tests/fuzz/fuzz.py --cpu-seconds 600
 
 clean: ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build
