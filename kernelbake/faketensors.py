@@ -94,7 +94,7 @@ def content(tensor: torch.Tensor) -> torch.Tensor | None:
 def is_known(tensor: torch.Tensor) -> bool:
     """Whether the content of a tensor is known."""
     if type(tensor) is not FakeTensor:
-        return tensor.device.type == "cpu"
+        return bool(tensor.device.type == "cpu")
     return getattr(tensor.untyped_storage(), "_content", None) is not None
 
 
@@ -107,7 +107,7 @@ def forget(tensor: torch.Tensor) -> None:
 def is_followed(tensor: torch.Tensor) -> bool:
     """Whether the content of tensors of this type and size is followed at all."""
     limit = FLOAT_LIMIT if tensor.dtype.is_floating_point or tensor.dtype.is_complex else INTEGER_LIMIT
-    return tensor.numel() <= limit
+    return bool(tensor.numel() <= limit)
 
 
 def _remember(fake: torch.Tensor, real: torch.Tensor) -> None:
@@ -444,7 +444,7 @@ def _call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _call_part(item: Any) -> Any:
     kind = type(item)
     if kind is FakeTensor:
-        return (item.shape, item.stride(), item.storage_offset(), item.dtype, item._fake_device)
+        return (item.shape, item.stride(), item.storage_offset(), item.dtype, item.fake_device)
     if kind in _PLAIN:
         return (kind, item)
     if kind in (list, tuple):
@@ -472,7 +472,7 @@ def _is_meta(item: Any) -> bool:
 
 
 def _owns_storage(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return bool(tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes())
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
