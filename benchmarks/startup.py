@@ -1,0 +1,173 @@
+"""How long a freeze takes: every kernel of a bundle, against what a stock process with a warm Triton cache spends.
+
+Each side runs in a process of its own, several times in turn. The clock starts when everything is imported and the
+GPU's context is there. The frozen process freezes; the stock process makes its first step, finding all code and all
+tuning results in Triton's cache, which an earlier process filled. Without ``--bundle`` the bundle is made of one Gated
+DeltaNet forward at several lengths, and the first of them is the step. Writes ``startup_h200.json``, or with two GPUs
+``startup_h200x2.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+LENGTHS = (512, 1024, 2048, 3072, 4096, 8192)
+
+
+class Steps:
+    """What a process launches first: a forward at the first length, or the first case of a bundle's workload."""
+
+    def __init__(self, bundle: Path | None) -> None:
+        """Imports everything and makes the inputs; no kernel is launched that the step would launch."""
+        self._bundle = bundle
+        if bundle is None:
+            import gdn
+
+            self.given = {tokens: gdn.inputs(tokens) for tokens in LENGTHS}
+            self._run = {tokens: gdn.forward(given) for tokens, given in self.given.items()}
+            return
+        from kernelbake import bundle as bundles
+        from kernelbake import workload
+
+        section = dict(bundles.read(bundle).manifest_resolved["workload"])
+        plugin = workload.load(section.pop("plugin"))
+        spec = plugin.parse(section)
+        self._case = plugin.cases(spec).planned[0]
+        self._session = plugin.open(spec, device="cuda", seed=0)
+
+    def first(self) -> None:
+        """Makes the first step and waits for it."""
+        import torch
+
+        if self._bundle is None:
+            self._run[LENGTHS[0]]()
+        else:
+            self._session.step(self._case)
+        torch.cuda.synchronize()
+
+
+def make(path: Path) -> None:
+    """The small bundle, from what stock Triton tunes and compiles here."""
+    import fromstock
+
+    steps, taken = Steps(None), fromstock.Taken()
+    for tokens, run in steps._run.items():
+        taken.run(f"tokens={tokens}", run)
+    taken.write(path)
+
+
+def _import_kernels(bundle: Path) -> None:
+    """What a process has imported by the time it freezes."""
+    import importlib
+
+    from kernelbake import bundle as bundles
+    from kernelbake import dispatch  # noqa: F401
+
+    for facts in bundles.read(bundle).plan.kernels.values():
+        importlib.import_module(facts.kernel.module)
+
+
+def child(side: str, bundle: Path, own: bool, devices: int) -> dict[str, Any]:
+    """One process: everything imported, contexts there, then the clock."""
+    import torch
+
+    from kernelbake.freeze import freeze
+
+    steps = None
+    if side == "stock" or own:
+        steps = Steps(None if own else bundle)
+    else:
+        _import_kernels(bundle)
+    for device in range(devices):
+        torch.zeros(1, device=f"cuda:{device}")
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    if side == "stock":
+        assert steps is not None
+        steps.first()
+        return {"seconds": time.perf_counter() - start}
+    frozen = freeze(bundle, devices=range(devices))
+    seconds = time.perf_counter() - start
+    found = {"seconds": seconds, "parts": dict(frozen.seconds), "kernels": frozen.counters.loads // devices}
+    if steps is not None:
+        steps.first()
+        found["with_first_step"] = time.perf_counter() - start
+        found["misses"] = frozen.counters.misses
+    return found
+
+
+def in_child(arguments: list[str], cache: Path) -> dict[str, Any]:
+    """Runs this file as a child with Triton's cache in a folder of its own, and reads its last line."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_CACHE_AUTOTUNING": "1"}
+    command = [sys.executable, __file__, "--child", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)}:\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(recorder: common.Recorder, options: argparse.Namespace, folder: Path) -> None:
+    cache = folder / "cache"
+    bundle, own = options.bundle, options.bundle is None
+    if own:
+        bundle = folder / "bundle.tar"
+        in_child(["make", str(bundle)], cache)
+    place = [str(bundle), "own" if own else "given"]
+    in_child(["stock", *place, "1"], cache)  # fills the cache with what the step needs
+    rounds: dict[str, list[Any]] = {"stock": [], "frozen": [], "two": []}
+    for _ in range(options.rounds):
+        rounds["stock"].append(in_child(["stock", *place, "1"], cache))
+        rounds["frozen"].append(in_child(["frozen", *place, "1"], cache))
+        if options.devices == 2:
+            rounds["two"].append(in_child(["frozen", *place, "2"], cache))
+    medians = {side: statistics.median(one["seconds"] for one in found) for side, found in rounds.items() if found}
+    recorder.raw.update(rounds)
+    recorder.add("freeze_s", medians["frozen"])
+    recorder.add("kernels", rounds["frozen"][0]["kernels"])
+    recorder.add("ratio_to_warm_stock", medians["frozen"] / medians["stock"])
+    if options.devices == 2:
+        recorder.add("second_gpu_s", medians["two"] - medians["frozen"])
+
+
+def main() -> None:
+    sys.path[:0] = [str(common.ROOT), str(common.ROOT / "tests" / "support")]
+    if sys.argv[1:2] == ["--child"]:
+        side, bundle, *rest = sys.argv[2:]
+        if side == "make":
+            make(Path(bundle))
+            print("{}")
+        else:
+            print(json.dumps(child(side, Path(bundle), rest[0] == "own", int(rest[1]))))
+        return
+    parser = common.parser(__doc__)
+    parser.add_argument("--bundle", type=Path, help="the bundle to freeze onto; default: a small one made here")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each side")
+    parser.add_argument("--devices", type=int, default=1, choices=(1, 2), help="GPUs to load on")
+    options = parser.parse_args()
+    name = "startup_h200" if options.devices == 1 else "startup_h200x2"
+    recorder = common.Recorder(name, __file__, options.commit, options.results)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(recorder, options, Path(folder))
+    import torch
+
+    torch.cuda.is_available()  # the recorder names the machine by it
+    for figure, value in recorder.figures.items():
+        print(f"{figure:22} {value:.4f}" if isinstance(value, float) else f"{figure:22} {value}")
+    print(f"{recorder.write()} after {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
