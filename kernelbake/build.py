@@ -146,15 +146,17 @@ class _Build:
                 self._monitor = self._wanted_gpu()
         with self._phase("plan"):
             plan = self._plan()
+        state = State(plan)
+        supervisor = self._supervisor(plan, state)
         with contextlib.ExitStack() as stack:
-            fingerprint, utilities, server, source = self._start(plan, stack)
-            state = self._open_journal(plan, fingerprint)
-            stack.callback(self._journal.close)
-            supervisor = self._supervisor(plan, state)
-            stack.callback(supervisor.close)
             if self._made == "measured":
                 stack.enter_context(gpu.reserved(self._monitor.uuid))
-                supervisor.prepare(open_now=True)  # it imports and opens while others compile
+            if not self._options.compile_only:
+                stack.callback(supervisor.close)
+                supervisor.prepare(open_now=True)  # it imports and opens the workload while others compile
+            fingerprint, utilities, server, source = self._start(plan, stack)
+            self._open_journal(state, fingerprint)
+            stack.callback(self._journal.close)
             if server is not None:
                 with self._phase("compile"):
                     self._compile(plan, state, server, source)
@@ -271,10 +273,10 @@ class _Build:
             **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
         }
 
-    def _open_journal(self, plan: Plan, fingerprint: Fingerprint) -> State:
+    def _open_journal(self, state: State, fingerprint: Fingerprint) -> None:
         header = {
             "manifest": digest.of_bytes(digest.canonical_json(self._manifest.resolved())),
-            "plan": _identity(plan),
+            "plan": _identity(state.plan),
             "fingerprint": digest.of_bytes(digest.canonical_json(fingerprint.to_json())),
         }
         self._journal = journal.Journal(self._folder / "journal", header)
@@ -284,12 +286,10 @@ class _Build:
         elif self._journal.records:
             message = f"going on from a journal of {len(self._journal.records)} records"
             self._on_event(Event("note", "start", message=message))
-        state = State(plan)
         for record in self._journal.records:
             state.add(record)
         for record in list(state.fallen(self._boot)):
             self._write(state, record)
-        return state
 
     def _write(self, state: State, record: Mapping[str, Any], *, durable: bool = True) -> None:
         self._journal.append(record, durable=durable)

@@ -333,11 +333,10 @@ def facts(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prepare(job: Mapping[str, Any]) -> None:
-    """Imports every kernel, under the device profile where there is one."""
+    """Imports every kernel under the device profile; forked processes then have them."""
     from kernelbake import fakedevice, triton_api
 
-    if not job["interpreted"]:
-        fakedevice.install(DeviceProfile.from_json(job["profile"]))
+    fakedevice.install(DeviceProfile.from_json(job["profile"]))
     for data in job["kernels"]:
         triton_api.find(KernelFacts.from_json(data).kernel)
 
@@ -347,7 +346,8 @@ def main() -> None:
     channel = Channel(sys.argv)
     job = channel.receive()
     try:
-        _prepare(job)
+        if job["jobs"]:
+            _prepare(job)
         found = facts(job)
     except (LookupError, KernelbakeError) as error:
         channel.send({"event": "refused", "message": str(error.args[0])})
