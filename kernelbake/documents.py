@@ -136,6 +136,8 @@ TEXT = _leaf("a text", lambda value: type(value) is str)
 WORD = _leaf("a text that is not empty", lambda value: type(value) is str and value != "")
 FLAG = _leaf("true or false", lambda value: type(value) is bool)
 COUNT = _leaf("an integer from 0 up", lambda value: type(value) is int and value >= 0)
+NUMERIC = _leaf("a number", lambda value: type(value) in (int, float))
+DURATION = _leaf("a number from 0 up", lambda value: type(value) in (int, float) and value >= 0)
 POSITIVE = _leaf("a positive integer", lambda value: type(value) is int and value > 0)
 DIGEST = _leaf("a digest", digest.is_digest)
 OBJECT = _leaf("an object", lambda value: type(value) is dict)
@@ -291,8 +293,13 @@ _UNBOUNDED = fields(
     {"kernel": KERNEL, "argument": TEXT, "values": listing(ANYTHING), "axis": optional(TEXT)},
 )
 _PROFILE = fields(
-    {"name": WORD, "backend": WORD, "capability": row(COUNT, COUNT), "sm_count": COUNT, "shared_memory_bytes": COUNT},
-    others=True,
+    {
+        **dict.fromkeys(("id", "name", "backend"), WORD),
+        **dict.fromkeys(("sm_count", "shared_memory_bytes", "shared_memory_per_sm_bytes"), COUNT),
+        **dict.fromkeys(("total_memory_bytes", "l2_bytes", "warp_size"), COUNT),
+        "capability": row(COUNT, COUNT),
+        "source": TEXT,
+    }
 )
 PLAN = fields(
     {
@@ -306,6 +313,11 @@ PLAN = fields(
         "unbounded": listing(_UNBOUNDED),
     }
 )
+_TIMES = fields(
+    {},
+    {**dict.fromkeys(("median_ms", "spread_ms", "runner_up_ms"), optional(DURATION)), "margin": optional(NUMERIC)},
+    others=True,
+)
 CHOICES = listing(
     fields(
         {
@@ -313,13 +325,19 @@ CHOICES = listing(
             "key": optional(KEY),
             "winner": CONFIG,
             "entries": listing(row(NUMBER, optional(DIGEST))),
-            "times": OBJECT,
+            "times": _TIMES,
         }
     )
 )
 OUTCOMES = (OK, *(reason.value for reason in Reason))
 RECORD_LINE = fields(
     {"kernel": KERNEL, "key": optional(KEY), "config": CONFIG, "outcome": literal(*OUTCOMES)},
+    {
+        "samples_ms": listing(DURATION),
+        **dict.fromkeys(("median_ms", "spread_ms"), optional(DURATION)),
+        "specializations": listing(DIGEST),
+        "detail": TEXT,
+    },
     others=True,
 )
 _METADATA = fields(
@@ -328,6 +346,11 @@ _METADATA = fields(
         "num_warps": POSITIVE,
         "shared": COUNT,
         "target": fields({"backend": WORD, "arch": COUNT, "warp_size": POSITIVE}),
+    },
+    {
+        **dict.fromkeys(("num_ctas", "num_stages", "tmem_size", "global_scratch_size", "profile_scratch_size"), COUNT),
+        "maxnreg": optional(POSITIVE),
+        "hash": WORD,
     },
     others=True,
 )
