@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.schema import Reader
-from dflash.spec import DTYPES, LAYOUTS, Axes, DataSpec, Spec
+from dflash.spec import DTYPES, LAYOUTS, Axes, DataSpec, Spec, read_options
 from kernelbake.errors import InputError
 from kernelbake.workload import Fault
 
@@ -108,13 +108,17 @@ class DataConfig:
     """Where samples come from; None is what the manifest says.
 
     Args:
-        source, tokenizer, too_long: as in the manifest's ``data``.
+        source, tokenizer, too_long, broken, template, template_options, held_out: as in the manifest's ``data``.
         shuffle_labels: trains on labels that mean nothing, as a control.
     """
 
     source: str | None
     tokenizer: str | None
     too_long: str | None
+    broken: str | None
+    template: str | None
+    template_options: tuple[tuple[str, Any], ...] | None
+    held_out: int | None
     shuffle_labels: bool
 
     @classmethod
@@ -123,6 +127,10 @@ class DataConfig:
             source=reader.text("source", None),
             tokenizer=reader.text("tokenizer", None, choices=("bytes", "target")),
             too_long=reader.text("too_long", None, choices=("drop", "truncate")),
+            broken=reader.text("broken", None, choices=("refuse", "skip")),
+            template=reader.text("template", None),
+            template_options=read_options(reader),
+            held_out=reader.integer("held_out", None, low=0),
             shuffle_labels=reader.flag("shuffle_labels", False),
         )
         reader.done()
@@ -283,6 +291,10 @@ def _put(data: dict[str, Any], dotted: str, value: Any, faults: list[Fault]) -> 
     here[last] = value
 
 
+def _first(given: Any, planned: Any) -> Any:
+    return planned if given is None else given
+
+
 def apply(run: RunConfig, spec: Spec) -> Spec:
     """The manifest's section with what the run says instead; its cases are exactly those of this run.
 
@@ -315,5 +327,9 @@ def apply(run: RunConfig, spec: Spec) -> Spec:
         source=run.data.source or spec.data.source,
         tokenizer=run.data.tokenizer or spec.data.tokenizer,
         too_long=run.data.too_long or spec.data.too_long,
+        broken=run.data.broken or spec.data.broken,
+        template=run.data.template or spec.data.template,
+        template_options=_first(run.data.template_options, spec.data.template_options),
+        held_out=_first(run.data.held_out, spec.data.held_out),
     )
     return dataclasses.replace(spec, axes=narrowed, data=data)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import json
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,10 +35,14 @@ class Source(Protocol):
     Attributes:
         name: for people.
         dropped: samples left out, by reason.
+        share: of the tokens that are supervised.
     """
 
     name: str
     dropped: collections.Counter[str]
+
+    @property
+    def share(self) -> float: ...
 
     def __len__(self) -> int: ...
 
@@ -97,6 +100,11 @@ class PythonSources:
     def __len__(self) -> int:
         return len(self._pieces)
 
+    @property
+    def share(self) -> float:
+        tokens = sum(length for _, _, length in self._pieces)
+        return 1 - len(self._pieces) / tokens if tokens else 0.0
+
     def read(self, number: int) -> Tokens:
         file, offset, length = self._pieces[number]
         text = self._text(file)[offset : offset + length * self._per_token]
@@ -109,89 +117,41 @@ class PythonSources:
         return ids, supervised
 
 
-class JsonLines:
-    """Rows of ``input_ids`` with ``loss_mask``, or of ``text`` (all of it supervised but its first token).
-
-    Every line is read and checked once, before training; faulty ones are all named by their number.
+class Part:
+    """Some of the samples of a source.
 
     Args:
-        path: the file.
-        encode: text → token ids.
-        vocab_size: ids must be below it.
-        longest: length of the largest bucket, in tokens.
-        truncate: whether longer samples are cut rather than dropped.
-
-    Raises:
-        DataError: the file cannot be read or has faulty lines; all of them are listed.
+        source: all of them.
+        numbers: which, in their order.
+        name: for people.
     """
 
-    def __init__(self, path: Path, encode: Encode, *, vocab_size: int, longest: int, truncate: bool) -> None:
-        self.name = str(path)
-        self.dropped: collections.Counter[str] = collections.Counter()
-        self._path = path
-        self._encode = encode
-        self._vocab_size = vocab_size
-        self._longest = longest
-        self._offsets: list[int] = []
-        faults: list[str] = []
-        try:
-            with path.open("rb") as file:
-                self._scan(file, faults, truncate)
-        except OSError as error:
-            raise DataError(f"data: `{path}` cannot be read ({error.strerror}); wanted a JSONL file") from error
-        if faults:
-            shown = [*faults[:50], *([f"and {len(faults) - 50} more"] if len(faults) > 50 else [])]
-            raise DataError(f"data: `{path}` has {len(faults)} faulty lines", reasons=shown)
-
-    def _scan(self, file: Any, faults: list[str], truncate: bool) -> None:
-        number, offset = 0, 0
-        for line in file:
-            number += 1
-            here, offset = offset, offset + len(line)
-            if not line.strip():
-                continue
-            try:
-                ids, supervised = self._row(line)
-            except ValueError as error:
-                faults.append(f"line {number}: {error}")
-                continue
-            if len(ids) > self._longest and not truncate:
-                self.dropped[f"longer than the largest bucket, {self._longest}"] += 1
-            elif not len(anchors.valid_positions(supervised[: self._longest])):
-                self.dropped["no supervised token that a block could draft"] += 1
-            else:
-                self._offsets.append(here)
+    def __init__(self, source: Source, numbers: Sequence[int], name: str) -> None:
+        self.name = name
+        self.dropped = source.dropped
+        self.share = source.share
+        self._source = source
+        self._numbers = numbers
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._numbers)
 
     def read(self, number: int) -> Tokens:
-        with self._path.open("rb") as file:
-            file.seek(self._offsets[number])
-            ids, supervised = self._row(file.readline())
-        return ids[: self._longest], supervised[: self._longest]
+        return self._source.read(self._numbers[number])
 
-    def _row(self, line: bytes) -> Tokens:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"no JSON ({error})") from error
-        if not isinstance(row, Mapping):
-            raise ValueError("wanted an object")
-        if isinstance(row.get("text"), str):
-            ids: Any = self._encode(row["text"])
-            mask: Any = [index > 0 for index in range(len(ids))]
-        else:
-            ids, mask = row.get("input_ids"), row.get("loss_mask")
-            if not isinstance(ids, list) or not isinstance(mask, list):
-                raise ValueError(f"has {sorted(row)}; wanted `input_ids` with `loss_mask`, or `text`")
-        if len(ids) != len(mask):
-            raise ValueError(f"`{len(ids)}` input_ids and `{len(mask)}` loss_mask; wanted as many")
-        if any(type(item) is not int or not 0 <= item < self._vocab_size for item in ids):
-            raise ValueError(f"an id outside the vocabulary of `{self._vocab_size}`")
-        if any(item not in (0, 1) for item in mask):
-            raise ValueError("a loss_mask other than 0 and 1")
-        return np.array(ids, np.int64), np.array(mask, np.bool_)
+
+def hold_out(source: Source, count: int) -> tuple[Source, Source]:
+    """Samples to train on, and ``count`` others, which stand at even distances in the source.
+
+    Raises:
+        DataError: nothing would be left to train on.
+    """
+    total = len(source)
+    if count >= total:
+        raise DataError(f"data: `{count}` samples to hold out of `{total}`; wanted fewer, as the rest is trained on")
+    kept_apart = [(2 * place + 1) * total // (2 * count) for place in range(count)]
+    trained = sorted(set(range(total)).difference(kept_apart))
+    return Part(source, trained, source.name), Part(source, kept_apart, f"{source.name}, held out")
 
 
 class Loader:

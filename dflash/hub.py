@@ -148,8 +148,8 @@ def is_cached(model: str) -> bool:
     return any(isinstance(try_to_load_from_cache(model, name), str) for name in names)
 
 
-def tokenizer(model: str) -> Callable[[str], list[int]]:
-    """Text → token ids with the tokenizer of a folder or Hub id, without special tokens. Loads transformers.
+def tokenizer(model: str) -> Any:
+    """transformers' tokenizer of a folder or Hub id. Loads transformers.
 
     Raises:
         InputError: there is none.
@@ -157,13 +157,17 @@ def tokenizer(model: str) -> Callable[[str], list[int]]:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(model, local_files_only=Path(model).is_dir() or is_cached(model))
+        return AutoTokenizer.from_pretrained(model, local_files_only=Path(model).is_dir() or is_cached(model))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"data: the tokenizer of `{model}` cannot be loaded ({reason})", hint=BYTES) from error
 
+
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Text → token ids, without special tokens."""
+
     def encode(text: str) -> list[int]:
-        ids: list[int] = loaded(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     return encode

@@ -10,15 +10,17 @@ import array
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash import anchors
+from dflash import anchors, data, hub
 from dflash.anchors import Flags, Integers
 from dflash.chat import MALFORMED, NOT_SUPERVISED, ChatRenderer, Dropped, Tokenized, is_unicode
 from dflash.errors import DataError
-from dflash.rows import Broken, Row, Rows
+from dflash.rows import Broken, Row, Rows, open_rows
+from dflash.spec import RANDOM, DataSpec, Spec
 
 REFUSE, SKIP = "refuse", "skip"
 """What happens to broken lines and records: refuse the file, or leave them out and count them."""
@@ -40,14 +42,23 @@ class Encoder:
 
     Args:
         encode: text → token ids.
-        chat: renders conversations; None where the tokenizer has no chat template.
+        chat: renders conversations; None where they cannot be.
         vocab_size: of the target; ids must be below it.
+        why_no_chat: why they cannot be.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], chat: ChatRenderer | None, vocab_size: int) -> None:
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        chat: ChatRenderer | None,
+        vocab_size: int,
+        *,
+        why_no_chat: str = "there is no chat template",
+    ) -> None:
         self._encode = encode
         self._chat = chat
         self._vocab_size = vocab_size
+        self._why_no_chat = why_no_chat
 
     def __call__(self, rows: Sequence[Any]) -> list[Tokenized | Dropped | Faulty]:
         """What each row gives, in their order."""
@@ -65,7 +76,7 @@ class Encoder:
             return _pretokenized(row)
         if given & {"messages", "conversations"}:
             if self._chat is None:
-                return Faulty("a conversation, but there is no chat template; wanted `input_ids` or `text`")
+                return Faulty(f"a conversation, but {self._why_no_chat}; wanted `input_ids` or `text`")
             return None
         if isinstance(row.get("text"), str):
             if not is_unicode(row["text"]):
@@ -205,3 +216,43 @@ def _batches(rows: Rows) -> Iterator[list[Row | Broken]]:
 def _faulty(name: str, faults: list[str]) -> DataError:
     shown = [*faults[:_SHOWN], *([f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])]
     return DataError(f"data: `{name}` has {len(faults)} faulty row{'s' if len(faults) > 1 else ''}", reasons=shown)
+
+
+# ---------------------------------------------------------------------------------------------- what a run names
+
+
+def open_source(spec: Spec) -> data.Source:
+    """The samples that a section names. Loads transformers where the target's tokenizer is wanted.
+
+    Raises:
+        InputError: the tokenizer, the chat template or the data cannot be loaded or used.
+    """
+    kind = spec.data.tokenizer or ("bytes" if spec.target.model == RANDOM else "target")
+    tokenizer = None if kind == "bytes" else hub.tokenizer(spec.target.model)
+    encode = data.as_bytes if tokenizer is None else hub.encoder(tokenizer)
+    if spec.data.source == data.STDLIB:
+        return data.PythonSources(encode, spec.axes.buckets, packed=spec.axes.layouts == ("packed",))
+    chat, why = _renderer(tokenizer, spec.data)
+    return RowSource(
+        open_rows(spec.data.source),
+        Encoder(encode, chat, spec.target.vocab_size, why_no_chat=why),
+        longest=spec.axes.buckets[-1],
+        truncate=spec.data.too_long == "truncate",
+        broken=spec.data.broken,
+    )
+
+
+def _renderer(tokenizer: Any, data_spec: DataSpec) -> tuple[ChatRenderer | None, str]:
+    """What renders conversations, or why nothing does: that is a fault only if there are conversations."""
+    template = None
+    if data_spec.template is not None:
+        try:
+            template = Path(data_spec.template).read_text()
+        except (OSError, ValueError) as error:
+            raise DataError(f"data.template: `{data_spec.template}` cannot be read ({error})") from error
+    if tokenizer is None:
+        return None, "the tokenizer `bytes` has no chat template"
+    try:
+        return ChatRenderer(tokenizer, template=template, options=dict(data_spec.template_options)), ""
+    except DataError as error:
+        return None, error.message.removeprefix("data: ").partition(";")[0]

@@ -358,15 +358,24 @@ class DataSpec:
     """Where samples come from.
 
     Args:
-        source: ``python-stdlib`` (the sources of the running Python's standard library) or the path of a JSONL file.
+        source: ``python-stdlib`` (the sources of the running Python's standard library), the path of a JSONL or parquet
+            file, or a Hub id ``owner/name[/subset][@revision][:split]``.
         tokenizer: ``bytes``, ``target`` (the one of the target's folder or Hub id), or None: bytes for random weights,
             the target's own otherwise.
         too_long: what happens to samples longer than the largest bucket: ``drop`` or ``truncate``.
+        broken: what happens to broken lines and records: ``refuse`` the file, or ``skip`` and count them.
+        template: path of a chat template other than the tokenizer's own.
+        template_options: names and values for the chat template, such as ``enable_thinking``.
+        held_out: samples kept apart, which training never sees and ``dflash eval`` measures with.
     """
 
     source: str
     tokenizer: str | None
     too_long: str
+    broken: str = "refuse"
+    template: str | None = None
+    template_options: tuple[tuple[str, Any], ...] = ()
+    held_out: int = 0
 
     @classmethod
     def read(cls, reader: Reader) -> DataSpec:
@@ -374,9 +383,25 @@ class DataSpec:
             source=reader.text("source", "python-stdlib"),
             tokenizer=reader.text("tokenizer", None, choices=("bytes", "target")),
             too_long=reader.text("too_long", "drop", choices=("drop", "truncate")),
+            broken=reader.text("broken", "refuse", choices=("refuse", "skip")),
+            template=reader.text("template", None),
+            template_options=read_options(reader) or (),
+            held_out=reader.integer("held_out", 0, low=0),
         )
         reader.done()
         return data
+
+
+def read_options(reader: Reader) -> tuple[tuple[str, Any], ...] | None:
+    """``template_options``, a mapping of names to values, in the order given; None where it is absent."""
+    found = reader.raw("template_options")
+    if found is None:
+        return None
+    scalar = (str, int, float, bool)
+    if isinstance(found, Mapping) and all(isinstance(k, str) and isinstance(v, scalar) for k, v in found.items()):
+        return tuple(found.items())
+    reader.fault("template_options", f"found {shown(found)}; wanted names with texts, numbers or flags")
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,6 +437,7 @@ class Spec:
         data: dict[str, Any] = _plain(dataclasses.asdict(self))
         if self.target.experts is None:
             del data["target"]["experts"]
+        data["data"]["template_options"] = dict(self.data.template_options)
         return data
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dflash import checkpoint, data, devices, drafter, export, hub, target
+from dflash import checkpoint, data, devices, drafter, export, sources, target
 from dflash.anchors import Drafting
 from dflash.buckets import Batch, Shape
 from dflash.config import RunConfig
@@ -23,7 +23,7 @@ from dflash.errors import InterruptedRunError, TrainingStoppedError
 from dflash.metrics import Scores
 from dflash.optimizer import Optimizer
 from dflash.pairs import Pair, StepTensors
-from dflash.spec import RANDOM, Spec
+from dflash.spec import Spec
 from dflash.stop import Stop
 
 
@@ -109,7 +109,8 @@ class Trainer:
         dropped = "".join(f", {number} dropped ({reason})" for reason, number in self.loader.source.dropped.items())
         return (
             f"target: {model.source}, {model.num_parameters:,} parameters; drafter: {count:,} parameters; "
-            f"data: {self.loader.source.name}, {len(self.loader.source):,} samples{dropped}; from step {self.done}"
+            f"data: {self.loader.source.name}, {len(self.loader.source):,} samples{dropped}, "
+            f"{self.loader.source.share:.1%} of the tokens supervised; from step {self.done}"
         )
 
     def save(self) -> Path:
@@ -131,7 +132,9 @@ def build(job: Job) -> Trainer:
     """
     run, spec = job.run, job.spec
     dtype = devices.DTYPES[spec.axes.dtype]
-    source = open_source(job)
+    source = sources.open_source(spec)
+    if spec.data.held_out:
+        source, _ = data.hold_out(source, spec.data.held_out)
     resumed = checkpoint.load(checkpoint.find(job.output, run.resume)) if run.resume else None
     if resumed is not None:
         checkpoint.check_same_run(resumed[0], spec, run.seed, job.bundle, other_bundle=run.other_bundle)
@@ -148,26 +151,6 @@ def build(job: Job) -> Trainer:
         trainer.done = resumed[0].step
         pair.optimizer.restore(resumed[1])
     return trainer
-
-
-def open_source(job: Job) -> data.Source:
-    """The samples that the configuration names.
-
-    Raises:
-        InputError: the tokenizer or the data cannot be loaded.
-    """
-    spec = job.spec
-    kind = spec.data.tokenizer or ("bytes" if spec.target.model == RANDOM else "target")
-    encode = data.as_bytes if kind == "bytes" else hub.tokenizer(spec.target.model)
-    if spec.data.source == data.STDLIB:
-        return data.PythonSources(encode, spec.axes.buckets, packed=spec.axes.layouts == ("packed",))
-    return data.JsonLines(
-        Path(spec.data.source),
-        encode,
-        vocab_size=spec.target.vocab_size,
-        longest=spec.axes.buckets[-1],
-        truncate=spec.data.too_long == "truncate",
-    )
 
 
 def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import copy
+import dataclasses
 import json
 import sys
 import types
@@ -13,6 +15,7 @@ import chats
 import numpy as np
 import pytest
 from chats import turns
+from dflashspec import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +24,9 @@ from dflash.chat import ChatRenderer
 from dflash.errors import DataError
 from dflash.rows import Broken, Row
 from dflash.sources import Encoder, RowSource
+from dflash.spec import Spec
+from kernelbake.errors import InputError
+from kernelbake.workload import FaultsError
 
 PLAIN = Encoder(data.as_bytes, None, 256)
 
@@ -39,7 +45,7 @@ def written(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def texts(made: RowSource) -> list[str]:
+def texts(made: data.Source) -> list[str]:
     return [bytes(made.read(number)[0].tolist()).decode() for number in range(len(made))]
 
 
@@ -398,3 +404,83 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match="needs the package `datasets`") as caught:
         rows.open_rows("owner/name")
     assert caught.value.hint == "pip install 'kernelbake[data]', or give a JSONL file"
+
+
+# ---------------------------------------------------------------------------------------------- what a run names
+
+
+def section(**changes: Any) -> Spec:
+    made = copy.deepcopy(TINY)
+    made["data"] = {"source": changes.pop("source"), **changes}
+    made["target"]["vocab_size"] = 500
+    return Spec.parse(made)
+
+
+def model_folder(folder: Path, template: str | None) -> str:
+    """A folder with a tokenizer, as of a model."""
+    chats.tokenizer(template).save_pretrained(folder)
+    return str(folder)
+
+
+def opened(spec: Spec, model: str) -> data.Source:
+    return sources.open_source(dataclasses.replace(spec, target=dataclasses.replace(spec.target, model=model)))
+
+
+def test_a_run_s_conversations_through_the_target_s_tokenizer(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", json.dumps({"messages": turns("hello", "fine, thanks")}) + "\n{")
+    model = model_folder(tmp_path / "model", chats.THINKING)
+    made = opened(section(source=str(path), broken="skip"), model)
+    [wanted] = chat_encoder(chats.THINKING)([{"messages": turns("hello", "fine, thanks")}])
+    assert isinstance(wanted, chat.Tokenized)
+    ids, supervised = made.read(0)
+    assert (ids.tolist(), supervised.tolist()) == (wanted.ids, wanted.supervised)
+    assert made.dropped == {sources.BROKEN: 1}
+    quiet = opened(section(source=str(path), broken="skip", template_options={"enable_thinking": False}), model)
+    assert quiet.share < made.share
+    template = written(tmp_path / "plain.jinja", chats.CHATML)
+    other = opened(section(source=str(path), broken="skip", template=str(template)), model)
+    assert len(other.read(0)[0]) < len(ids)
+
+
+def test_conversations_that_nothing_can_render(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", json.dumps({"messages": turns("hello", "fine")}))
+    with pytest.raises(DataError) as caught:
+        opened(section(source=str(path)), model_folder(tmp_path / "model", None))
+    assert "has no chat template; wanted `input_ids` or `text`" in caught.value.reasons[0]
+    with pytest.raises(DataError) as caught:
+        opened(section(source=str(path), tokenizer="bytes"), "random")
+    assert "a conversation, but the tokenizer `bytes` has no chat template" in caught.value.reasons[0]
+    with pytest.raises(DataError, match=r"data.template: `.*absent` cannot be read"):
+        opened(section(source=str(path), template=str(tmp_path / "absent")), str(tmp_path / "model"))
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(InputError, match="the tokenizer of `.*nothing` cannot be loaded"):
+        opened(section(source=str(path)), str(tmp_path / "nothing"))
+
+
+def test_rows_of_ids_need_no_template(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", '{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}\n')
+    assert len(opened(section(source=str(path)), model_folder(tmp_path / "model", None))) == 1
+    assert len(opened(section(source=str(path)), "random")) == 1
+
+
+def test_samples_held_out_are_never_trained_on(tmp_path: Path) -> None:
+    made = source(written(tmp_path / "rows.jsonl", "".join(f'{{"text": "row {n}"}}\n' for n in range(10))))
+    trained, held = data.hold_out(made, 3)
+    assert texts(held) == ["row 1", "row 5", "row 8"]
+    assert sorted(texts(trained) + texts(held)) == sorted(texts(made))
+    assert not set(texts(trained)) & set(texts(held))
+    assert held.share == made.share
+    with pytest.raises(DataError, match="`10` samples to hold out of `10`"):
+        data.hold_out(made, 10)
+
+
+@pytest.mark.parametrize("value", [3, [["a", 1]], {"a": [1]}, {1: "a"}])
+def test_template_options_are_names_with_values(value: Any) -> None:
+    with pytest.raises(FaultsError, match="1 fault") as caught:
+        section(source="x", template_options=value)
+    assert caught.value.faults[0].path == "data.template_options"
+
+
+def test_a_section_survives_as_plain_data() -> None:
+    made = section(source="x", template_options={"enable_thinking": False}, held_out=4, broken="skip")
+    assert Spec.parse(json.loads(json.dumps(made.to_json()))) == made
