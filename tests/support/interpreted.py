@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+
 @contextlib.contextmanager
 def last_configs() -> Iterator[None]:
     """Within it, every autotuner runs its last config, which has the largest tiles, and times nothing."""
