@@ -8,8 +8,10 @@ flash-linear-attention.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import threading
 import time
@@ -130,7 +132,7 @@ def freeze(bundle: Bundle | Path | str, devices: Sequence[int] | None = None) ->
         UnsupportedError: this platform, or this version of Triton.
     """
     global _current
-    with _lock:
+    with _lock, _without_collection():
         clock = _Clock()
         host.check_platform()
         held = _opened(bundle)
@@ -149,6 +151,18 @@ def freeze(bundle: Bundle | Path | str, devices: Sequence[int] | None = None) ->
         frozen.seconds = clock.laps
         _current = frozen
         return frozen
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Spares the collector of reference cycles walks over everything that torch loaded, which nothing here made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Clock:
@@ -348,7 +362,7 @@ def _frozen_kernels(
     wanted = {
         identity: live[name] for name, one in table.items() for identity in one.entries.values() if identity is not None
     }
-    loaded = loading.load_all(wanted.items(), held.entries, devices, libraries) if libraries is not None else {}
+    loaded = loading.load_all(wanted, held.entries, devices, libraries) if libraries is not None else {}
     gpu_target = triton_api.gpu_target(fingerprint.arch_of(str(held.fingerprint["gpu.capability"])))
     return {
         name: FrozenKernel(
@@ -379,15 +393,15 @@ def _configs(held: Bundle, one: Held, launchable: Any) -> dict[tuple[str, str], 
     if autotuner is None:
         return {}
     tuned = triton_api.is_tuned(autotuner)
+    live = {triton_api.config_of(config): config for config in reversed(autotuner.configs)}
     found = {}
     for choice in one.choices:
         if tuned and choice.key is None:
             continue  # launched directly, past the autotuner
-        try:
-            found[choice.id] = triton_api.live_config(autotuner, choice.winner)
-        except LookupError as error:
-            if tuned:
-                raise BundleError(f"bundle {held.name}: {error}") from error
+        if choice.winner in live:
+            found[choice.id] = live[choice.winner]
+        elif tuned:
+            raise BundleError(f"bundle {held.name}: {choice.kernel.name} does not offer config `{choice.winner}`")
     return found
 
 

@@ -6,13 +6,15 @@ path to be loaded from: an anonymous file in memory where the system has them, e
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import os
+import queue
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,18 +125,6 @@ def prepare_driver(libraries: Libraries) -> None:
     triton_api.make_driver(utilities)
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """An entry that a device cannot take, and why."""
-
-    kernel: str
-    device: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"kernel {self.kernel} on device {self.device}: {self.reason}"
-
-
 def load_entry(entry: Entry, device: int, libraries: Libraries | None = None, launchable: Any = None) -> Any:
     """Loads one entry on a device, from memory, and gives Triton's compiled kernel back.
 
@@ -150,23 +140,31 @@ def load_entry(entry: Entry, device: int, libraries: Libraries | None = None, la
     """
     from kernelbake import triton_api
 
-    live = triton_api.find(entry.kernel) if launchable is None else launchable
-    kernel = triton_api.loaded_kernel(live, entry.specialization, entry.metadata, entry.binary)
-    launcher = None
-    if entry.launcher is not None and libraries is not None:
-        launcher = triton_api.launcher(libraries.module(entry.launcher), kernel)
+    kernel = _prepared(entry, libraries, triton_api.find(entry.kernel) if launchable is None else launchable)
     with triton_api.device_access().switch(device):
-        kernel.load(device, launcher)
+        kernel.load(device)
+    return kernel
+
+
+def _prepared(entry: Entry, libraries: Libraries | None, launchable: Any) -> Any:
+    """An entry's kernel with its launcher, which serve every device."""
+    from kernelbake import triton_api
+
+    kernel = triton_api.loaded_kernel(launchable, entry.specialization, entry.metadata, entry.binary)
+    library = libraries.module(entry.launcher) if entry.launcher is not None and libraries is not None else None
+    kernel.prepare(library)
     return kernel
 
 
 def load_all(
-    wanted: Iterable[tuple[str, Any]], entries: Mapping[str, Entry], devices: Sequence[int], libraries: Libraries
+    wanted: Mapping[str, Any], entries: Mapping[str, Entry], devices: Sequence[int], libraries: Libraries
 ) -> dict[int, dict[str, Any]]:
     """Loads entries on devices: device → digest → kernel.
 
+    A thread for each device loads what this one prepares: the driver's part of it needs no Python.
+
     Args:
-        wanted: digest and live kernel of each entry.
+        wanted: digest → live kernel of each entry.
         entries: by digest.
         devices: indices.
         libraries: the bundle's.
@@ -174,19 +172,41 @@ def load_all(
     Raises:
         BundleError: entries that a device does not take, all of them; the modules loaded so far are let go.
     """
-    wanted = list(wanted)
-    loaded: dict[int, dict[str, Any]] = {device: {} for device in devices}
-    failures = []
-    for identity, launchable in wanted:
-        entry = entries[identity]
-        for device in devices:
-            try:
-                loaded[device][identity] = load_entry(entry, device, libraries, launchable)
-            except (RuntimeError, UnsupportedError) as error:
-                failures.append(Failure(entry.kernel.name, device, str(error).splitlines()[0]))
+    queues: dict[int, queue.SimpleQueue[tuple[str, Any] | None]] = {device: queue.SimpleQueue() for device in devices}
+    with ThreadPoolExecutor(len(devices), "kernelbake-load") as pool:
+        loading = {device: pool.submit(_load_on, device, waiting) for device, waiting in queues.items()}
+        try:
+            for identity, launchable in wanted.items():
+                kernel = _prepared(entries[identity], libraries, launchable)
+                for waiting in queues.values():
+                    waiting.put((identity, copy.copy(kernel)))
+        finally:
+            for waiting in queues.values():
+                waiting.put(None)
+    loaded = {device: future.result() for device, future in loading.items()}
+    failures = [
+        f"kernel {entries[identity].kernel.name} on device {device}: {str(error).splitlines()[0]}"
+        for device, found in loaded.items()
+        for identity, error in found.items()
+        if isinstance(error, Exception)
+    ]
     if failures:
-        raise BundleError(
-            f"freeze: {len(failures)} of {len(wanted) * len(devices)} kernels do not load",
-            reasons=[str(failure) for failure in failures],
-        )
+        number = len(wanted) * len(devices)
+        raise BundleError(f"freeze: {len(failures)} of {number} kernels do not load", reasons=failures)
     return loaded
+
+
+def _load_on(device: int, waiting: queue.SimpleQueue[tuple[str, Any] | None]) -> dict[str, Any]:
+    """Loads what comes until None does: digest → kernel, or the error that the device answered with."""
+    from kernelbake import triton_api
+
+    found: dict[str, Any] = {}
+    with triton_api.device_access().switch(device):
+        while (item := waiting.get()) is not None:
+            identity, kernel = item
+            try:
+                kernel.load(device)
+                found[identity] = kernel
+            except (RuntimeError, UnsupportedError) as error:
+                found[identity] = error
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeAlias
 
 from kernelbake.errors import FrozenMissError
@@ -75,6 +75,7 @@ class Held:
         specializations: typed specialization → the value; over all choices, since equal ones have equal code.
         entries: typed specialization → digest of the entry, None where there is no code.
         choices: all of them.
+        reached: choice id → the specializations that its winner is launched with, typed and as they are.
         launches: the plan's, for the kernel.
     """
 
@@ -83,30 +84,33 @@ class Held:
     winners: dict[Typed, tuple[Choice, ...]]
     specializations: dict[Typed, Specialization]
     entries: dict[Typed, str | None]
-    choices: tuple[Choice, ...]
+    choices: list[Choice]
+    reached: dict[tuple[str, str], list[tuple[Typed, Specialization]]]
     launches: tuple[Launch, ...]
-
-    def of_choice(self, choice: Choice) -> Iterator[tuple[Specialization, str | None]]:
-        """The specializations that a choice's winner is launched with, and their entries."""
-        for token, identity in choice.entries.items():
-            yield Specialization.from_json(json.loads(token)), identity
 
 
 def hold(plan: Plan, choices: Sequence[Choice]) -> dict[str, Held]:
     """By kernel name, for every kernel of the plan."""
+    launches: dict[str, list[Launch]] = {name: [] for name in plan.kernels}
+    for launch in plan.launches:
+        launches[launch.kernel.name].append(launch)
     held = {
-        name: Held(facts.kernel, facts, {}, {}, {}, (), tuple(x for x in plan.launches if x.kernel.name == name))
+        name: Held(facts.kernel, facts, {}, {}, {}, [], {}, tuple(launches[name]))
         for name, facts in plan.kernels.items()
     }
     for choice in choices:
         one = held[choice.kernel.name]
-        held[choice.kernel.name] = one = dataclasses.replace(one, choices=(*one.choices, choice))
+        one.choices.append(choice)
         if choice.key is not None:
-            known = one.winners.get(typed_key(choice.key), ())
-            one.winners[typed_key(choice.key)] = (*known, choice)
-        for specialization, identity in one.of_choice(choice):
-            one.specializations[typed_specialization(specialization)] = specialization
-            one.entries[typed_specialization(specialization)] = identity
+            key = typed_key(choice.key)
+            one.winners[key] = (*one.winners.get(key, ()), choice)
+        reached = one.reached.setdefault(choice.id, [])
+        for token, identity in choice.entries.items():
+            specialization = Specialization.from_json(json.loads(token))
+            typed_ = typed_specialization(specialization)
+            reached.append((typed_, specialization))
+            one.specializations[typed_] = specialization
+            one.entries[typed_] = identity
     return held
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kernelbake import fused
 from kernelbake.fused import UNSET, Argument, Cell, Constant, Nothing, Number, Pointer, Row, UnsupportedShapeError
 from kernelbake.keys import Parameter, Specialization
+from kernelbake.lookup import Typed
 from kernelbake.plan import Choice
 
 if TYPE_CHECKING:
@@ -95,13 +96,13 @@ class _View:
 
     def rows(self, choice: Choice) -> Iterator[Row]:
         """A row for each specialization of a choice that a caller of this object can reach."""
-        for specialization, identity in self.kernel.held.of_choice(choice):
-            row = self._row(choice, specialization, identity)
+        for typed, specialization in self.kernel.held.reached[choice.id]:
+            row = self._row(choice, typed, specialization)
             if row is not None:
                 yield row
 
-    def _row(self, choice: Choice, specialization: Specialization, identity: Any) -> Row | None:
-        from kernelbake import lookup, triton_api
+    def _row(self, choice: Choice, typed: Typed, specialization: Specialization) -> Row | None:
+        from kernelbake import triton_api
 
         config = self.kernel.configs.get(choice.id)
         own = config.all_kwargs() if config is not None else {}
@@ -121,18 +122,17 @@ class _View:
             if parameters[name].key is not ((cells[tested] == Nothing()) is not present):
                 return None
         meta = {name: triton_api.from_value(parameters[name].key) for name in self.supplied}
-        typed = lookup.typed_specialization(specialization)
-        payload = {device: self._payload(entries[typed], meta) for device, entries in self.kernel.entries.items()}
         callers = {name: value for name, value in options.items() if name not in settled}
-        return Row(cells, callers, (identity, typed), payload)
+        return Row(cells, callers, typed, self._payload(typed, meta))
 
-    def _payload(self, loaded: Any, meta: dict[str, Any]) -> tuple[Any, ...]:
+    def _payload(self, typed: Typed, meta: dict[str, Any]) -> dict[int, tuple[Any, ...]]:
         from kernelbake import triton_api
 
-        direct = triton_api.direct_launch(loaded)
+        loaded = {device: entries[typed] for device, entries in self.kernel.entries.items()}
+        direct = triton_api.direct_launch(next(iter(loaded.values())))
         if direct is None:
             raise UnsupportedShapeError("a launch needs memory of its own, or takes its arguments apart in Python")
-        return (loaded, loaded.function, meta, direct.launch, *direct.fixed)
+        return {device: (one, one.function, meta, direct.launch, *direct.fixed) for device, one in loaded.items()}
 
     def _cell(self, parameter: Parameter, argument: Argument, value: Any) -> Cell:
         """What the caller passes, given what Triton made of it and the value in the autotune key, if there."""

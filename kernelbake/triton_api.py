@@ -574,18 +574,27 @@ class LoadedKernel(CompiledKernel):
         self.function = None
         self._run: Any = None
 
-    def load(self, device: int, launcher: Any = None) -> None:
-        """Loads the module on the current device, which must be ``device``; on an error the object stays unloaded.
+    def prepare(self, library: types.ModuleType | None = None) -> None:
+        """Makes the launcher, which is the same for every device.
 
         Args:
-            device: its index.
-            launcher: the launcher where the bundle brings one; None lets Triton make its own, without a compiler.
+            library: the launcher library where the bundle brings one; else Triton makes its own, without a compiler
+                from 3.7 on.
+        """
+        if library is not None:
+            self._run = LibraryLauncher(library, self.src, self.metadata)
+        else:
+            self._run = triton.runtime.driver.active.launcher_cls(self.src, self.metadata)
+
+    def load(self, device: int) -> None:
+        """Loads the module on the current device, which must be ``device``; on an error the object stays unloaded.
 
         Raises:
             UnsupportedError: the device lacks the shared memory, tensor memory or threads that the kernel needs.
         """
         active = triton.runtime.driver.active
-        run = launcher if launcher is not None else active.launcher_cls(self.src, self.metadata)
+        if self._run is None:
+            self.prepare()
         limit = active.utils.get_device_properties(device)["max_shared_mem"]
         if self.metadata.shared > limit:
             raise UnsupportedError(
@@ -601,7 +610,7 @@ class LoadedKernel(CompiledKernel):
         if threads > self.n_max_threads:
             limit = self.n_max_threads
             raise UnsupportedError(f"kernel {self.name}: needs {threads} threads; device {device} allows {limit}")
-        self._run, self.function, self._module_pid, self.module = run, function, os.getpid(), module
+        self.function, self._module_pid, self.module = function, os.getpid(), module
         if runtime.kernel_load_end_hook is not None:
             runtime.kernel_load_end_hook(module, function, self.name, self.metadata_group, self.hash)
 
@@ -807,11 +816,6 @@ def direct_call(args: Sequence[str]) -> str:
     if version() == (3, 6):
         return f"{head}, None, None, kb_packed, None, None, None, {listed})"
     return f"{head}, kb_packed, None, None, None, None, None, kb_annotations, kb_signature, ({listed}))"
-
-
-def launcher(library: types.ModuleType, kernel: LoadedKernel) -> LibraryLauncher:
-    """The launcher of a kernel, around its library."""
-    return LibraryLauncher(library, kernel.src, kernel.metadata)
 
 
 # ---------------------------------------------------------------------------------------------- devices
