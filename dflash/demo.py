@@ -102,7 +102,7 @@ def _field(bundle: dict[str, Any], name: str) -> Any:
 
 def _fall(run: dict[str, Any]) -> float:
     losses = run["losses"]
-    return statistics.mean(losses[-ENDS:]) / statistics.mean(losses[:ENDS])
+    return float(statistics.mean(losses[-ENDS:]) / statistics.mean(losses[:ENDS]))
 
 
 def _ends(run: dict[str, Any]) -> str:
