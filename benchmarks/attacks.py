@@ -1,7 +1,7 @@
 """Attacks on bundles: bytes flipped, files cut, hostile files, fuzzing; and how fast a sound bundle is checked.
 
-``python benchmarks/attacks.py`` runs all of it and writes ``results/attacks.json``; ``--fuzz-cpu-s`` and the numbers
-can be smaller for a look.
+``python benchmarks/attacks.py`` runs all of it and writes ``results/attacks.json``; for a look, ``--fuzz-cpu-s`` and
+the numbers can be smaller.
 """
 
 from __future__ import annotations
