@@ -174,6 +174,7 @@ class ShadowMode(FakeTensorMode):
         self.cache_enabled = False  # for a faster one
         self.autocasts = False
         self.moving = False
+        self._recording = False
         self._awaiting_history: set[int] = set()
         self._operations: dict[Any, _Operation] = {}
         self._results = ResultCache(self)
@@ -235,18 +236,31 @@ class ShadowMode(FakeTensorMode):
         """The device that torch's C++ code is told: the CPU, so that backward asks for no streams.
 
         Autocast must see CUDA to cast. Its kernels switch their own key off while they look at their arguments; there,
-        autograd's one look at the result of the operation last made is told from autocast's.
+        autograd's looks at a leaf and at the result of the operation last made are told from autocast's.
         """
         if self.in_kernel_invocation:
             return _META
         if tensor.fake_device.type != "cuda":
             return tensor.fake_device
-        if not self.autocasts or not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST):
+        if not self.autocasts or self._recording or not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST):
             return CPU
         if id(tensor) in self._awaiting_history:
             self._awaiting_history.discard(id(tensor))
             return CPU
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            self._record_leaf(tensor)
         return tensor.fake_device
+
+    def _record_leaf(self, tensor: FakeTensor) -> None:
+        """Has autograd take its one look at a leaf now, while the answer is the CPU."""
+        if "_accumulator" in tensor.__dict__:
+            return
+        self._recording = True
+        try:
+            with self:
+                tensor.__dict__["_accumulator"] = torch.autograd.graph.get_gradient_edge(tensor).node
+        finally:
+            self._recording = False
 
     def _adopt(self, tensor: torch.Tensor) -> None:
         """A real tensor from outside is known: its fake twin gets its memory."""
