@@ -212,14 +212,9 @@ def _freeze(held: Bundle, devices: Sequence[int] | None, patches: guards.Patches
     from kernelbake import triton_api
 
     triton_api.check_interfaces()
-    key = threading.Thread(target=host.triton_key, name="kernelbake-triton-key")
-    key.start()
-    libraries = None
-    if not interpreted:
-        libraries = _prepared_driver(held)
+    libraries = None if interpreted else _prepared_driver(held)
     live = _live_kernels(held)
     clock.lap("import")
-    key.join()
     places, refused = _places(held, devices, interpreted=interpreted)
     clock.lap("compare")
     from kernelbake.dispatch import Dispatcher

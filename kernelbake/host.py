@@ -149,10 +149,50 @@ def gpu_fields(profile: DeviceProfile) -> dict[str, FieldValue]:
 
 @functools.cache
 def triton_key() -> str:
-    """Digest of what Triton says of its own sources and binaries; reads some 400 MB the first time."""
+    """Digest of the Triton that is installed: its sources, and the identity that the linker gave its native library.
+
+    Triton's own key hashes the library's 400 MB, which would take longer than the rest of a freeze; the linker's build
+    id is a hash of them too. A library without one is hashed.
+    """
     from kernelbake import triton_api
 
-    return digest.of_text(triton_api.own_key())
+    sources, library = triton_api.own_files()
+    identity = build_id(library) or digest.of_file(library)
+    return digest.of_tree([*sources.items(), ("library", identity.encode())])
+
+
+def build_id(path: Path) -> str | None:
+    """The GNU build id of a 64-bit ELF file, in hexadecimal, or None if the linker wrote none.
+
+    Layouts: the ELF-64 header, its program headers of type ``PT_NOTE`` (4), and in them notes of name size, content
+    size, type, then both padded to 4 bytes; the build id is of type 3 and by ``GNU``.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+        if head[:6] != b"\x7fELF\x02\x01":
+            return None
+        offset, size, number = (int.from_bytes(head[a:b], "little") for a, b in ((32, 40), (54, 56), (56, 58)))
+        file.seek(offset)
+        table = file.read(size * number)
+        for start in range(0, len(table), size):
+            if int.from_bytes(table[start : start + 4], "little") == 4:
+                place, length = (int.from_bytes(table[start + at : start + at + 8], "little") for at in (8, 32))
+                file.seek(place)
+                found = _build_id_among(file.read(length))
+                if found is not None:
+                    return found
+    return None
+
+
+def _build_id_among(notes: bytes) -> str | None:
+    at = 0
+    while at + 12 <= len(notes):
+        names, contents, kind = (int.from_bytes(notes[at + i : at + i + 4], "little") for i in (0, 4, 8))
+        begin = at + 12 + (names + 3) // 4 * 4
+        if kind == 3 and notes[at + 12 : at + 12 + names] == b"GNU\0":
+            return notes[begin : begin + contents].hex()
+        at = begin + (contents + 3) // 4 * 4
+    return None
 
 
 def kernel_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -62,11 +62,18 @@ def full_version() -> str:
     return str(triton.__version__)
 
 
-def own_key() -> str:
-    """What Triton says of its own sources and binaries. Reads all of them the first time."""
-    from triton.runtime.cache import triton_key
+def own_files() -> tuple[dict[str, bytes], Path]:
+    """What Triton's compiler, dispatch and launchers are made of: sources by relative path, and the native library.
 
-    return str(triton_key())
+    The folders are those over which Triton's own cache key goes, with the dispatch and the helpers' C sources added.
+    """
+    root = Path(triton.__file__).parent
+    found = {}
+    for folder in ("backends", "compiler", "language", "runtime"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".py", ".c"):
+                found[path.relative_to(root).as_posix()] = path.read_bytes()
+    return found, root / "_C" / "libtriton.so"
 
 
 def ptxas_version(arch: int) -> str | None:
