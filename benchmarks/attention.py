@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--warm", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.warm:
-        Flex(*options.warm, inputs(*options.warm)).step()
+        context, num = options.warm
+        Flex(context, num, inputs(context, num)).step()
         return
     recorder = common.Recorder(options.name, __file__, options.commit, options.results)
     warm_flex()
@@ -94,11 +95,11 @@ def peak_bytes(step: Callable[[], Any]) -> int:
     """Memory that a step takes above what is allocated before it, results included."""
     step()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = int(torch.cuda.memory_allocated())
     torch.cuda.reset_peak_memory_stats()
     kept = step()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = int(torch.cuda.max_memory_allocated()) - before
     del kept
     return peak
 
@@ -146,8 +147,9 @@ class Ours:
         self.leaves = [made[name].clone().requires_grad_() for name in ("q", "k", "v")]
 
     def forward(self) -> torch.Tensor:
+        q, k, v = self.leaves
         return anchor_attention(
-            *self.leaves, self.made["anchors"], block_size=BLOCK_SIZE, context_length=self.context_length
+            q, k, v, self.made["anchors"], block_size=BLOCK_SIZE, context_length=self.context_length
         )
 
     def step(self) -> tuple[torch.Tensor, ...]:
@@ -265,18 +267,19 @@ def error(seed: int, dtype: torch.dtype) -> list[float]:
     random = torch.Generator(device="cuda").manual_seed(seed)
     context, num, batch = 200 + 53 * seed, 11 + 3 * seed, 1 + seed % 2
     rows = num * BLOCK_SIZE
-    shapes = [(batch, rows, 8, HEAD_DIM), *[(batch, context + rows, 2, HEAD_DIM)] * 2, (batch, rows, 8, HEAD_DIM)]
-    q, k, v, grad = (torch.randn(shape, device="cuda", generator=random).to(dtype) for shape in shapes)
+    queries, keys = (batch, rows, HEADS, HEAD_DIM), (batch, context + rows, KV_HEADS, HEAD_DIM)
+    q, k, v, grad = (
+        torch.randn(shape, device="cuda", generator=random).to(dtype) for shape in (queries, keys, keys, queries)
+    )
     anchors = torch.randint(0, context, (batch, num), device="cuda", generator=random).sort().values.int()
-    given = {
-        "block_size": BLOCK_SIZE,
-        "context_length": context,
-        "num_valid": torch.full((batch,), num - seed % 3, dtype=torch.int32, device="cuda"),
-    }
+    num_valid = torch.full((batch,), num - seed % 3, dtype=torch.int32, device="cuda")
     found = []
     for function in (anchor_attention, reference_attention):
         leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
-        out = function(*leaves, anchors, **given)
+        out = function(
+            leaves[0], leaves[1], leaves[2], anchors,
+            block_size=BLOCK_SIZE, context_length=context, num_valid=num_valid,
+        )  # fmt: skip
         found.append((out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))))
     return [((mine.double() - exact).norm() / exact.norm()).item() for mine, exact in zip(*found, strict=True)]
 
