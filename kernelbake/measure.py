@@ -420,7 +420,10 @@ class Progress(Report, Protocol):
 
 
 def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
-    """Opens the workload and runs a step of every case that was not done before.
+    """Opens the workload and runs a step of every case that was not done before, the plan's last case first.
+
+    Cases are listed from small to large, and a decision that serves several of them is made where it is first met: so
+    it is made where most of the time goes.
 
     Args:
         job: from the builder: ``plugin``, ``section``, ``interpreted``, ``policy``, ``codes``, ``folder``.
@@ -450,7 +453,7 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(intercepted(conductor))
         start = time.perf_counter()
-        for case in plan.cases:
+        for case in reversed(plan.cases):
             if case.id not in known.cases:
                 session.step(case)
                 device.wait()

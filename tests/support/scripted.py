@@ -68,14 +68,20 @@ def policy(**changes: Any) -> MeasurePolicy:
     return MeasurePolicy(**{"warmup_ms": 0.0, "rounds": 2, "max_extra_rounds": 1, "time_limit_s": 5.0, **changes})
 
 
-def manifest(name: str = "scripted", **changes: Any) -> Manifest:
-    """A manifest for the interpreter; its plug-in is never opened."""
+def manifest(name: str = "scripted", *, pause_s: float = 0.0, **changes: Any) -> Manifest:
+    """A manifest for the interpreter; its plug-in is never opened.
+
+    Args:
+        name: the bundle's.
+        pause_s: the longest pause before a launch, at random.
+        changes: to the policy.
+    """
     return Manifest(
         format=1,
         name=name,
         profile=profiles.load("interpreter"),
         plugin="scripted",
-        section={},
+        section={"pause_s": pause_s},
         measure=policy(**changes),
         compile=CompileOptions(),
         text=b"name: scripted\n",
