@@ -1,0 +1,143 @@
+"""Loss and accuracy over samples that are not trained on: each exactly once, on any number of pairs. Loads torch.
+
+Batches are made before they are given out, and their results are added up in their order, so neither the number of
+pairs nor which of them took a batch changes a bit of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from dflash import data, devices, metrics
+from dflash.anchors import Drafting
+from dflash.buckets import Batch, Sample, Shape, assemble, bucket_for
+from dflash.errors import TrainingStoppedError
+from dflash.metrics import Scores
+from dflash.pairs import Pair
+
+_VISIT = 0
+"""The epoch of every visit: each validation draws the same anchors, so that losses can be compared over time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """What a validation came to.
+
+    Args:
+        loss: mean over all labels, weighted as in training; 0 where there is none.
+        scores: accuracy and acceptance length.
+        num_samples: samples seen, each once.
+    """
+
+    loss: float
+    scores: Scores
+    num_samples: int
+
+
+def batches(source: data.Source, shapes: Mapping[int, Shape], drafting: Drafting, seed: int) -> Iterator[Batch]:
+    """Every sample once, in their order; rows that stay empty are padding.
+
+    Args:
+        source: the samples.
+        shapes: for each bucket its only shape, ascending.
+        drafting: what decides the blocks.
+        seed: of anchors.
+    """
+    packed = next(iter(shapes.values())).packed
+    waiting: dict[int, list[list[Sample]]] = {bucket: [] for bucket in shapes}
+    for number in range(len(source)):
+        sample = Sample(_VISIT, number, *source.read(number))
+        bucket = max(shapes) if packed else bucket_for(len(sample.tokens), tuple(shapes))
+        rows, shape = waiting[bucket], shapes[bucket]
+        if packed and rows and sum(len(held.tokens) for held in rows[-1]) + len(sample.tokens) <= bucket:
+            rows[-1].append(sample)
+            continue
+        if len(rows) == shape.batch:
+            yield assemble(rows, shape, drafting, seed)
+            rows = waiting[bucket] = []
+        rows.append([sample])
+    for bucket, rows in waiting.items():
+        if rows:
+            empty: list[list[Sample]] = [[] for _ in range(shapes[bucket].batch - len(rows))]
+            yield assemble([*rows, *empty], shapes[bucket], drafting, seed)
+
+
+def validate(
+    pairs: Sequence[Pair], source: data.Source, shapes: Mapping[int, Shape], drafting: Drafting, seed: int
+) -> Validation:
+    """Runs all batches, on each pair in a thread of its own, without gradients.
+
+    Raises:
+        TrainingStoppedError: a pair failed; the others stop after their batch.
+    """
+    work = _Work(batches(source, shapes, drafting, seed))
+    threads = [
+        threading.Thread(target=work.run, args=(pair,), name=f"validation of pair {pair.number}") for pair in pairs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if work.failure is not None:
+        raise work.failure
+    results = [work.results[number] for number in sorted(work.results)]
+    size = 2 * (drafting.block_size - 1) + 2
+    counts = [math.fsum(result.tally[place] for result in results) for place in range(size)]
+    weight = math.fsum(result.weight for result in results)
+    return Validation(
+        loss=math.fsum(result.loss for result in results) / (weight or 1.0),
+        scores=Scores.of(counts),
+        num_samples=sum(result.num_samples for result in results),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What came of one batch: the weighted sum of cross entropies, the tally, the sum of weights."""
+
+    loss: float
+    tally: list[float]
+    weight: float
+    num_samples: int
+
+
+class _Work:
+    """Batches that threads take one by one, and what came of them."""
+
+    def __init__(self, made: Iterator[Batch]) -> None:
+        self._batches = enumerate(made)
+        self._lock = threading.Lock()
+        self.results: dict[int, _Result] = {}
+        self.failure: TrainingStoppedError | None = None
+
+    def run(self, pair: Pair) -> None:
+        """Takes batches until there is none, or some pair has failed."""
+        try:
+            while self.failure is None:
+                with self._lock:
+                    number, batch = next(self._batches, (-1, None))
+                if batch is None:
+                    return
+                self.results[number] = _step(pair, batch)
+        except Exception as error:  # of any kind: the thread's last words must reach the caller
+            lines = traceback.format_exception(error)
+            with self._lock:
+                self.failure = self.failure or TrainingStoppedError(
+                    f"validation: pair {pair.number} failed ({type(error).__name__}: {error})",
+                    reasons="".join(lines).splitlines(),
+                )
+
+
+def _step(pair: Pair, batch: Batch) -> _Result:
+    with torch.no_grad():
+        features_BSF, embeddings_BQE, there = pair.prepare(batch)
+        with devices.current(pair.device):
+            loss, correct_BNP = pair.loss(features_BSF, embeddings_BQE, there)
+            tally = metrics.tally(correct_BNP, there.labels_BNK[..., 1:])
+            return _Result(float(loss), tally.tolist(), batch.weight_sum, len(batch.visits))
