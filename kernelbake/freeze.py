@@ -115,7 +115,9 @@ def current() -> Frozen | None:
     return _current
 
 
-def freeze(bundle: Bundle | Path | str, devices: Sequence[int] | None = None) -> Frozen:
+def freeze(
+    bundle: Bundle | Path | str, devices: Sequence[int] | None = None, *, trusted: Sequence[Path | str] = ()
+) -> Frozen:
     """Freezes this process onto a bundle.
 
     Freezing onto the same bundle again gives the same handle back; it is released with the last of them.
@@ -124,10 +126,11 @@ def freeze(bundle: Bundle | Path | str, devices: Sequence[int] | None = None) ->
         bundle: a bundle or its path.
         devices: indices of every device that will launch; None means the current one. Not used for a bundle of the
             interpreter.
+        trusted: files with public keys; if there are any, the bundle has to be signed by one of them.
 
     Raises:
         InputError: the file cannot be opened; no such device; another bundle is frozen; not the main thread.
-        BundleError: the bundle is not sound, or its code does not load.
+        BundleError: the bundle is not sound, not signed as required, or its code does not load.
         MisfitError: it was made for something else, or a setting would change code; with every difference.
         UnsupportedError: this platform, or this version of Triton.
     """
@@ -136,6 +139,10 @@ def freeze(bundle: Bundle | Path | str, devices: Sequence[int] | None = None) ->
         clock = _Clock()
         host.check_platform()
         held = _opened(bundle)
+        if trusted:
+            from kernelbake import signing
+
+            signing.check(held, trusted)
         clock.lap("verify")
         if _current is not None:
             return _again(_current, held, devices)

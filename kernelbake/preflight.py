@@ -60,14 +60,23 @@ class Preflight:
     seconds: float
 
 
-def workload_of(path: Path | str) -> WorkloadSection:
+def workload_of(path: Path | str, *, trusted: Sequence[Path | str] = ()) -> WorkloadSection:
     """What a bundle was made for; the run without a configuration of its own is this one.
+
+    Args:
+        path: the bundle.
+        trusted: files with public keys; if there are any, the bundle has to be signed by one of them.
 
     Raises:
         BundleError: the bundle cannot be trusted.
-        InputError: it cannot be read.
+        InputError: it, or a key, cannot be read.
     """
-    return _section(bundle.read(path))
+    held = bundle.read(path)
+    if trusted:
+        from kernelbake import signing
+
+        signing.check(held, trusted)
+    return _section(held)
 
 
 def preflight(
