@@ -7,6 +7,7 @@ was taken from Triton before the freeze, a library that compiles by itself, a se
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.abc
 import importlib.machinery
 import os
@@ -21,24 +22,26 @@ _ABSENT: Any = object()
 
 
 class Patches:
-    """Attributes replaced for a time, and put back in reverse order."""
+    """Changes for a time, and undone in reverse order."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replaces an attribute of a module, class or object."""
-        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
+        put_back = (delattr, owner, name) if before is _ABSENT else (setattr, owner, name, before)
+        self._undo.append(functools.partial(*put_back))
+
+    def undo_by(self, function: Callable[[], Any]) -> None:
+        """Has the function called among the others, in its turn."""
+        self._undo.append(function)
 
     def restore(self) -> None:
         """Puts everything back."""
         while self._undo:
-            owner, name, before = self._undo.pop()
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+            self._undo.pop()()
 
 
 # ---------------------------------------------------------------------------------------------- environment
@@ -167,13 +170,11 @@ class Walls:
             return
         finder = _AfterImport(module, lambda loaded: patches.set(loaded, name, refuse))
         sys.meta_path.insert(0, finder)
-        patches.set(finder, "active", True)
+        patches.undo_by(finder.remove)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Does something to a module right after someone imports it; inactive, it is passed by."""
-
-    active = False
+    """Does something to a module right after someone imports it."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -182,7 +183,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name or not self.active:
+        if fullname != self._name:
             return None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
@@ -196,7 +197,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             stock(module)
-            if self.active:
+            if self in sys.meta_path:
                 self._then(module)
 
         loader.exec_module = exec_module
+
+    def remove(self) -> None:
+        """Stops watching."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
