@@ -31,8 +31,10 @@ class Patches:
         """Replaces an attribute of a module, class or object."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
-        put_back = (delattr, owner, name) if before is _ABSENT else (setattr, owner, name, before)
-        self._undo.append(functools.partial(*put_back))
+        if before is _ABSENT:
+            self._undo.append(functools.partial(delattr, owner, name))
+        else:
+            self._undo.append(functools.partial(setattr, owner, name, before))
 
     def undo_by(self, function: Callable[[], Any]) -> None:
         """Has the function called among the others, in its turn."""
