@@ -132,13 +132,30 @@ def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
         InputError: a part is missing, broken or of a later format.
     """
     try:
-        data = json.loads((folder / _STATE).read_text())
-        if data.pop("format") != FORMAT:
-            raise InputError(f"resume: `{folder}` has another format; wanted `{FORMAT}`")
-        data.pop("dflash")
-        return State(**data), load_file(folder / _TENSORS)
+        return _state(folder), load_file(folder / _TENSORS)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise InputError(f"resume: `{folder}` is broken ({error}); wanted a complete checkpoint") from error
+
+
+def newest_state(output: Path) -> State | None:
+    """What the newest checkpoint of an output folder says beside its tensors; None without a checkpoint.
+
+    Raises:
+        InputError: it is broken or of a later format.
+    """
+    found = sorted(path for path in output.glob(f"{PREFIX}*") if (path / _STATE).is_file())
+    try:
+        return _state(found[-1]) if found else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"run: `{found[-1]}` is broken ({error}); wanted a complete checkpoint") from error
+
+
+def _state(folder: Path) -> State:
+    data = json.loads((folder / _STATE).read_text())
+    if data.pop("format") != FORMAT:
+        raise InputError(f"resume: `{folder}` has another format; wanted `{FORMAT}`")
+    data.pop("dflash")
+    return State(**data)
 
 
 def check_same_run(state: State, spec: Spec, seed: int, bundle: str | None, *, other_bundle: bool) -> None:

@@ -152,6 +152,40 @@ def preflight(file: Path | None, settings: tuple[str, ...], **given: Any) -> Non
     _preflight(plan)
 
 
+@cli.command("eval")
+@click.argument("drafter", type=click.Path(path_type=Path))
+@click.option("--target", metavar="MODEL", help="Hub id or folder of the target.  [default: the run's]")
+@click.option("--data", metavar="SOURCE", help="Held-out samples.  [default: those that the run held out]")
+@click.option("--prompts", type=click.IntRange(1), default=50, show_default=True, help="How many at most.")
+@click.option("--longest-prompt", type=click.IntRange(1), default=4096, show_default=True, help="In tokens.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True, help="Of a response.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of draws.")
+@click.option("--devices", default="0", show_default=True, metavar="T[:D]", help="GPUs of target and drafter.")
+@click.option("--cpu", is_flag=True, help="Use the CPU, and transformers' own arithmetic.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of weights.  [default: the run's]")
+def evaluate(drafter: Path, devices: str, cpu: bool, **given: Any) -> None:
+    """Measure a drafter: speculative decoding of held-out prompts, beside copying and no training.
+
+    DRAFTER is a run's output folder or an exported drafter. Triton is not frozen here: lengths of prompts are no cases
+    of a bundle.
+    """
+    try:
+        parsed = config.Devices.parse(devices)
+    except ValueError as error:
+        raise InputError(f"--devices: found `{devices}`; wanted `T` or `T:D`, the numbers of two GPUs") from error
+    from dflash import evaluation
+
+    request = evaluation.Request(drafter, devices=None if cpu else parsed, **given)
+    with render.doing("load target and drafter"):
+        opened = evaluation.open_(request)
+    with render.evaluating() as show:
+        report = evaluation.run(opened, show)
+    for text in report.lines():
+        render.note(text)
+    render.data(report.to_json())
+
+
 # ---------------------------------------------------------------------------------------------- the process
 
 

@@ -54,13 +54,13 @@ def _hub_file(model: str, name: str) -> str:
         raise InputError(f"target: `{model}` cannot be loaded ({reason}); {CHOICES}", hint="--target random") from error
 
 
-def target_spec(model: str, config: Mapping[str, Any], planned: TargetSpec) -> TargetSpec:
+def target_spec(model: str, config: Mapping[str, Any], *, frozen: bool) -> TargetSpec:
     """The dimensions that a model's configuration states.
 
     Args:
         model: its name, for messages.
         config: its ``config.json``; a multimodal one holds the text model's part below ``text_config``.
-        planned: what the manifest says; decides only whether the target is frozen.
+        frozen: whether the target runs without gradients, which no configuration says.
 
     Raises:
         InputError: it is no hybrid Gated-DeltaNet model, or lacks dimensions; all faults are listed.
@@ -83,7 +83,7 @@ def target_spec(model: str, config: Mapping[str, Any], planned: TargetSpec) -> T
         "rope_theta": rope.get("rope_theta", 1e7),
         "partial_rotary_factor": rope.get("partial_rotary_factor", 0.25),
         "intermediate_size": text.get("intermediate_size", text.get("shared_expert_intermediate_size")),
-        "frozen": planned.frozen,
+        "frozen": frozen,
         **{name: text[name] for name in _SAME_NAMES if name in text},
     }
     if text.get("num_experts"):
@@ -173,15 +173,21 @@ def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return encode
 
 
-def resolve(model: str, planned: TargetSpec) -> TargetSpec:
+def resolve(model: str, planned: TargetSpec | None) -> TargetSpec:
     """The target of a run: the manifest's with random weights, or what the named model says of itself.
 
+    Args:
+        model: ``random``, a folder or a Hub id.
+        planned: what the manifest says; None where there is no manifest.
+
     Raises:
-        InputError: as ``config_of`` and ``target_spec``.
+        InputError: as ``config_of`` and ``target_spec``; random weights without a manifest.
     """
     if model == RANDOM:
+        if planned is None:
+            raise InputError("target: `random`, but nothing says its shape; wanted a folder or a Hub id")
         return dataclasses.replace(planned, model=RANDOM)
     config = config_of(model)
-    spec = target_spec(model, config, planned)
+    spec = target_spec(model, config, frozen=planned is None or planned.frozen)
     check_layer_types(model, config, spec)
     return spec

@@ -93,6 +93,22 @@ def _bar(description: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+def evaluating() -> Iterator[Callable[[int, int], None]]:
+    """A callback ``(prompts answered, prompts in all)`` for an evaluation."""
+    last = [0.0]
+    with _bar("prompts") as bar:
+
+        def show(done: int, total: int) -> None:
+            if bar is not None:
+                bar.update(bar.task_ids[0], completed=done, total=total)
+            elif time.monotonic() - last[0] > _PLAIN_INTERVAL_S:
+                last[0] = time.monotonic()
+                note(f"prompts {done}/{total}")
+
+        yield show
+
+
+@contextlib.contextmanager
 def planning() -> Iterator[Callable[[int, int, str], None]]:
     """A callback ``(cases done, cases in all, message)`` for the preflight."""
     last = [0.0]
