@@ -211,7 +211,7 @@ class _Build:
         gpu.check_wanted(found["profile"], self._manifest.profile.to_json())
         monitor = gpu.Monitor(found["uuid"])
         if not self._options.allow_busy_gpu:
-            gpu.check_free(monitor.uuid, monitor.processes())
+            gpu.check_free(monitor)
         return monitor
 
     # ------------------------------------------------------------------------------------------ plan

@@ -22,6 +22,9 @@ from kernelbake.worker import Child, ChildDiedError
 
 _PROBE_LIMIT_S = 300.0
 
+_IDLE_BYTES = 2 << 30
+"""More memory than a driver keeps for itself on an idle GPU (0.6 GB on an H200), less than any training run uses."""
+
 _THROTTLE_BITS = {
     0x2: "applications clocks",
     0x4: "power cap",
@@ -105,6 +108,14 @@ class Monitor:
             return None
         return [Process(int(pid), _mebibytes(used)) for pid, used in lines]
 
+    def used_bytes(self) -> int | None:
+        """Its memory in use, the driver's own included; None where that cannot be told."""
+        if self._handle is not None:
+            with contextlib.suppress(self._nvml.NVMLError):
+                return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        lines = _smi("--query-gpu=memory.used", self.uuid)
+        return _mebibytes(lines[0][0]) if lines else None
+
     def conditions(self, own: int = 0) -> Conditions:
         """How it is now.
 
@@ -164,17 +175,26 @@ def _mebibytes(text: str) -> int | None:
     return None if number is None else number << 20
 
 
-def check_free(uuid: str, processes: list[Process] | None) -> None:
+def check_free(monitor: Monitor) -> None:
     """Refuses a GPU that somebody else uses.
 
+    In a container the driver may not show the processes of others; the memory that they hold shows all the same.
+
     Raises:
-        BuildError: naming the processes.
+        BuildError: naming the processes, or the memory in use.
     """
+    processes, used = monitor.processes(), monitor.used_bytes()
+    hint = "wait for them, or measure all the same with `--allow-busy-gpu`"
     if processes:
         raise BuildError(
-            f"GPU {uuid}: {len(processes)} other processes use it; wanted it free, or times mean little",
+            f"GPU {monitor.uuid}: {len(processes)} other processes use it; wanted it free, or times mean little",
             reasons=map(str, processes),
-            hint="wait for them, or measure all the same with `--allow-busy-gpu`",
+            hint=hint,
+        )
+    if used is not None and used > _IDLE_BYTES:
+        raise BuildError(
+            f"GPU {monitor.uuid}: {used} bytes of its memory are in use; wanted it free, or times mean little",
+            hint=hint,
         )
 
 
