@@ -20,7 +20,7 @@ DOCUMENTS = (
 """The members that every bundle has beside its header and index, sorted."""
 
 MIB = 1 << 20
-MAX_BYTES = 4 << 30
+MAX_BYTES = 2 << 30
 """Longest bundle."""
 MAX_MEMBERS = 65_536
 """Most members that an index may list."""

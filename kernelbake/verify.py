@@ -132,10 +132,9 @@ def inspect(path: Path) -> Sound:
     """
     findings = Findings()
     with opened(path, findings) as source:
-        header, size = _header(source, findings, path)
-        index_offset = BLOCK + archive.padded(size)
-        index = _index(source, index_offset, header, findings, path)
-        spans = _layout(size, index)
+        header, first = _header(source, findings, path)
+        index = _index(source, BLOCK + archive.padded(first.size), header, findings, path)
+        spans = _layout(first, index)
         expected = archive.length(Member(name, span.size) for name, span in spans.items())
         if expected == source.size:
             data = _memory(source.size)
@@ -183,8 +182,8 @@ def _json(content: bytes, name: str, findings: Findings, path: Path, max_values:
         findings.raise_if_any(path)
 
 
-def _header(source: Source, findings: Findings, path: Path) -> tuple[dict[str, Any], int]:
-    """MUST 11 to 14; also returns the size of ``bundle.json``."""
+def _header(source: Source, findings: Findings, path: Path) -> tuple[dict[str, Any], Span]:
+    """MUST 11 to 14; also returns where ``bundle.json`` lies, and the digest of what was read of it."""
     block, content = _document(source, 0, HEADER, findings, path)
     header = _json(content, HEADER, findings, path, 1000)
     form = header.get("format") if isinstance(header, dict) else None
@@ -199,7 +198,7 @@ def _header(source: Source, findings: Findings, path: Path) -> tuple[dict[str, A
     wanted = archive.header(HEADER, len(content), min(header["time"], archive.MAX_TIME))
     compare_header(block, wanted, HEADER, findings)
     findings.raise_if_any(path)
-    return header, len(content)
+    return header, Span(BLOCK, len(content), digest.of_bytes(content))
 
 
 def header_digest(header: Mapping[str, Any]) -> str:
@@ -246,10 +245,10 @@ def _check_members(members: Mapping[str, tuple[int, str]], findings: Findings) -
             findings.add(Rule.LISTED, f"`{INDEX}`", f"no member `{name}`; wanted one")
 
 
-def _layout(header_size: int, index: Mapping[str, Any]) -> dict[str, Span]:
+def _layout(first: Span, index: Mapping[str, Any]) -> dict[str, Span]:
     """Where the one archive of this index has each member."""
-    spans = {HEADER: Span(BLOCK, header_size, "")}
-    offset = BLOCK + archive.padded(header_size)
+    spans = {HEADER: first}
+    offset = BLOCK + archive.padded(first.size)
     listed = [(INDEX, (index["size"], index["digest"])), *sorted(index["members"].items())]
     for name, (size, digest_) in listed:
         spans[name] = Span(offset + BLOCK, size, digest_)
@@ -321,6 +320,6 @@ def _load_batch(source: Source, data: memoryview, batch: list[tuple[str, Span]],
             and data[span.offset - BLOCK : span.offset] == archive.header(name, span.size, time)
             and data[stop : stop + padding] == bytes(padding)
         )
-        if span.digest and hashlib.sha256(data[span.offset : stop]).hexdigest() != span.digest[len(digest.PREFIX) :]:
+        if hashlib.sha256(data[span.offset : stop]).hexdigest() != span.digest[len(digest.PREFIX) :]:
             damaged.append(name)
     return clean, damaged

@@ -79,18 +79,18 @@ def _(forged: Forged) -> bytes:
     return bytes(64 * 512)
 
 
-@special("a sparse file of 5 GiB", Rule.LENGTH, place="5368709120 bytes")
+@special("a sparse file of 3 GiB", Rule.LENGTH, place="3221225472 bytes")
 def _(path: Path) -> None:
     with path.open("wb") as file:
         file.write(sound_bytes()[:4096])
-        file.truncate(5 << 30)
+        file.truncate(3 << 30)
 
 
-@special("a sparse file of 3 GiB", Rule.TRAILER, place="as the index says")
+@special("a sparse file of 1 GiB", Rule.TRAILER, place="as the index says")
 def _(path: Path) -> None:
     with path.open("wb") as file:
         file.write(sound_bytes())
-        file.truncate(3 << 30)
+        file.truncate(1 << 30)
 
 
 @attack("10 GB claimed by the header", Rule.BOUNDS, place="10000000000 bytes")

@@ -297,6 +297,22 @@ def _(forged: Forged) -> None:
     _claim(forged, "120a", [12, 0])
 
 
+@attack(
+    "a bundle of a large card edited to claim a small one",
+    Rule.CUBIN_ARCH,
+    Rule.METADATA_TARGET,
+    Rule.SHARED_MEMORY,
+    place="147456 bytes of shared memory; wanted at most 101376",
+)
+def _(forged: Forged) -> None:
+    forged.change_entry(forged.folders[0], describe=lambda data: data["metadata"].update(shared=147_456))
+    _claim(forged, "120a", [12, 0])
+    facts, plan = forged.document("fingerprint.json"), forged.document("plan.json")
+    facts["gpu.shared_memory_bytes"]["value"] = plan["profile"]["shared_memory_bytes"] = 101_376
+    forged.put("fingerprint.json", facts)
+    forged.put("plan.json", plan)
+
+
 def _claim(forged: Forged, capability: str, pair: list[int]) -> None:
     facts, plan = forged.document("fingerprint.json"), forged.document("plan.json")
     facts["gpu.capability"]["value"] = capability

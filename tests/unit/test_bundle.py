@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import samples
 
-from kernelbake import archive, atomic, bundle, digest, plan
+from kernelbake import archive, atomic, bundle, digest, plan, verify
 from kernelbake.errors import BuildError, BundleError, ExitCode, InputError
 from kernelbake.rules import Rule, ViolationsError
 
@@ -204,6 +204,42 @@ def test_nothing_is_unpacked(tmp_path, monkeypatch):
     held = bundle.read(path)
     assert [held.entries[name].binary for name in held.entries]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4/80GB (MIG)", "../../evil", "a  b ", "/etc/passwd", "GPU\n\0\u00e9"])
+def test_no_path_is_built_from_a_devices_name(name, tmp_path):
+    """R018: a device's name is a text that is compared, and nothing else."""
+    base = samples.contents()
+    profile = {**base.plan.profile, "name": name}
+    facts = samples.fingerprint_of(samples.profiles.DeviceProfile.from_json(profile), list(base.plan.kernels.values()))
+    contents = samples.changed(base, plan=dataclasses.replace(base.plan, profile=profile), fingerprint=facts)
+    bundle.write(tmp_path / "bundle.tar", contents)
+    assert os.listdir(tmp_path) == ["bundle.tar"]
+    held = bundle.read(tmp_path / "bundle.tar")
+    assert held.fingerprint["gpu.device"] == name
+    with tarfile.open(tmp_path / "bundle.tar") as file:
+        assert not any(name in member for member in file.getnames())
+
+
+def test_the_header_that_was_read_is_the_one_that_was_checked(tmp_path, monkeypatch):
+    """A file that changes between two reads of it is refused: no signature could cover what was believed."""
+    path = tmp_path / "bundle.tar"
+    bundle.write(path, samples.contents())
+    before = path.read_bytes()
+    bundle.write(path, samples.changed(samples.contents(), name="simple"))
+    after = path.read_bytes()
+    assert len(before) == len(after)
+    original = verify._load
+
+    def load(*arguments):
+        path.write_bytes(before)
+        return original(*arguments)
+
+    monkeypatch.setattr(verify, "_load", load)
+    with pytest.raises(ViolationsError) as refusal:
+        bundle.read(path)
+    places = {violation.place for violation in refusal.value.violations if violation.rule is Rule.DIGEST}
+    assert places == {"`bundle.json`", "`index.json`"}
 
 
 def test_a_compiled_only_bundle_says_so(tmp_path):

@@ -129,6 +129,19 @@ def test_a_near_miss_of_the_device_is_pointed_out(held, bundle, here, note):
     assert bool(difference.note) == bool(note)
 
 
+def test_another_gpu_is_refused_by_name():
+    """R016: the architecture is a field of the fingerprint, so no driver has to find out."""
+    here = samples.fingerprint_of(H200, [])
+    for other in ("rtx-pro-6000-blackwell", "b200", "h100"):
+        differences = compare(samples.fingerprint_of(profiles.load(other), []), here)
+        refusing = {difference.name: difference for difference in differences if difference.refuses}
+        assert "gpu.device" in refusing
+        assert ("gpu.capability" in refusing) == (other != "h100")
+    assert str(compare(samples.fingerprint_of(profiles.load("rtx-5090"), []), here)[0]) == (
+        "gpu.capability: here `90a`; bundle: `120a`"
+    )
+
+
 def test_what_only_one_side_has(held):
     run = altered(held, build__ptxas=..., build__line_info=..., build__fp_fusion=..., build__environment=...)
     assert compare(held, run) == (), "a run has no build facts"
