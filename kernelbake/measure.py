@@ -273,7 +273,7 @@ def _hook(launchable: Any, config: Any, args: Sequence[Any], kwargs: Mapping[str
 
 def _check_room(launch: Launch, values: Sequence[Any], device: Device) -> None:
     """Refuses before memory runs out in the middle: copies of all arguments and twice as much for results."""
-    free = device.free_bytes() if torch.cuda.is_initialized() else None
+    free = device.free_bytes()
     need = 3 * Arguments.bytes_needed(values)
     if free is not None and need > free:
         raise BuildError(

@@ -106,6 +106,10 @@ class Report(Protocol):
         """What was chosen, with the times of everyone."""
         ...
 
+    def lost(self, message: str) -> None:
+        """The device is lost to this process. May not return: what would run on the way out may fail or hang."""
+        ...
+
 
 class _Tuning:
     """The tuning of one launch."""
@@ -143,6 +147,7 @@ class _Tuning:
             fate = classify(error)
         self._reject(token, fate)
         if not self._site.answers():
+            self._report.lost(str(fate))
             raise DeviceLostError(str(fate))
         return None
 

@@ -19,7 +19,6 @@ from typing import Any
 from kernelbake.errors import KernelbakeError
 from kernelbake.outcome import Rejected
 from kernelbake.plan import Plan
-from kernelbake.tune import DeviceLostError
 from kernelbake.worker import Channel
 
 ENGINE = "kernelbake.measure:run"
@@ -68,6 +67,10 @@ class ChannelReport:
     def decided(self, launch: int, data: Mapping[str, Any]) -> None:
         self._channel.send({"event": "decided", "launch": launch, "data": dict(data)})
 
+    def lost(self, message: str) -> None:
+        self._channel.send({"event": "lost", "message": message})
+        os._exit(0)
+
     def imported(self) -> None:
         if not self._open_now:
             self._channel.receive()
@@ -101,8 +104,6 @@ def work(channel: Channel) -> dict[str, Any]:
         return {"event": "done", "facts": engine(job, plan, report)}
     except KeyboardInterrupt:
         return {"event": "interrupted"}
-    except DeviceLostError as error:
-        return {"event": "lost", "message": str(error)}
     except KernelbakeError as error:
         return {
             "event": "refused",
