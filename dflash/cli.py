@@ -26,6 +26,7 @@ EPILOG = "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 does not fit, 5 
 
 _OPTIONS = (
     ("--frozen-cache", "bundle", str, "FILE", "The bundle; its manifest names workload, target and data source."),
+    ("--require-signature", "require_signature", str, "KEY", "Refuse a bundle that no key of this file has signed."),
     ("--target", "target", str, "MODEL", "Hub id, folder, or `random` for random weights of the planned shape."),
     ("--steps", "steps", int, "N", "Optimizer steps."),
     ("--max-anchors", "batch.max_anchors", int, "N", "The most anchors of a row."),
@@ -139,6 +140,8 @@ def _train(plan: Plan, started: Started, stop: Stop) -> None:
         launch.write_summary(job.output, started, reports)
         for text in started.proof.lines():
             render.note(text)
+    if made.validation is not None:
+        render.note(made.validation.line())
     render.line(str(job.output / "drafter"))
 
 

@@ -25,6 +25,7 @@ from dflash.optimizer import Optimizer
 from dflash.pairs import Pair, StepTensors
 from dflash.spec import Spec
 from dflash.stop import Stop
+from dflash.validation import Validation, validate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +89,23 @@ class StepReport:
 
 @dataclasses.dataclass
 class Trainer:
-    """A pair with its data, ready to step. ``build`` makes one."""
+    """A pair with its data, ready to step. ``build`` makes one.
+
+    Args:
+        job: the run.
+        pair: what trains.
+        loader: the batches.
+        held_out: samples that are not trained on, or None.
+        done: steps made.
+        validation: the newest one, if there are samples held out.
+    """
 
     job: Job
     pair: Pair
     loader: data.Loader
+    held_out: data.Source | None = None
     done: int = 0
+    validation: Validation | None = None
 
     def state(self, loader_state: dict[str, Any]) -> checkpoint.State:
         """What a checkpoint of the current step says beside its tensors."""
@@ -112,6 +124,13 @@ class Trainer:
             f"data: {self.loader.source.name}, {len(self.loader.source):,} samples{dropped}, "
             f"{self.loader.source.share:.1%} of the tokens supervised; from step {self.done}"
         )
+
+    def validate(self) -> Validation | None:
+        """Loss and accuracy over the samples held out, if there are any."""
+        if self.held_out is not None:
+            shapes = {shape.bucket: shape for shape in map(Shape.of, self.job.spec.axes.cases().planned)}
+            self.validation = validate([self.pair], self.held_out, shapes, self.job.drafting, self.job.run.seed)
+        return self.validation
 
     def save(self) -> Path:
         """Writes a checkpoint of the current step."""
@@ -133,8 +152,9 @@ def build(job: Job) -> Trainer:
     run, spec = job.run, job.spec
     dtype = devices.DTYPES[spec.axes.dtype]
     source = sources.open_source(spec)
+    held_out = None
     if spec.data.held_out:
-        source, _ = data.hold_out(source, spec.data.held_out)
+        source, held_out = data.hold_out(source, spec.data.held_out)
     resumed = checkpoint.load(checkpoint.find(job.output, run.resume)) if run.resume else None
     if resumed is not None:
         checkpoint.check_same_run(resumed[0], spec, run.seed, job.bundle, other_bundle=run.other_bundle)
@@ -146,7 +166,7 @@ def build(job: Job) -> Trainer:
     pair = Pair(0, model, network, Optimizer(network, run.optimizer))
     shapes = {shape.bucket: shape for shape in map(Shape.of, spec.axes.cases().planned)}
     loader = data.Loader(source, shapes, job.drafting, run.seed, resumed[0].loader if resumed else None)
-    trainer = Trainer(job, pair, loader)
+    trainer = Trainer(job, pair, loader, held_out)
     if resumed is not None:
         trainer.done = resumed[0].step
         pair.optimizer.restore(resumed[1])
@@ -176,10 +196,12 @@ def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:
         if run.checkpoint_every and trainer.done % run.checkpoint_every == 0 and trainer.done < run.steps:
             yield from reader.rest()
             trainer.save()
+            reader.validate()
     yield from reader.rest()
     saved = trainer.save()
     if stop.number is not None:
         raise InterruptedRunError(stop.number, f"step {trainer.done} of {run.steps} is saved in `{saved}`")
+    reader.validate()
     checkpoint.export(job.output / "drafter", trainer.pair.drafter, job.spec)
     export.load(job.output / "drafter")
 
@@ -241,6 +263,13 @@ class _Reader:
     def begin(self) -> None:
         """Notes that a step begins."""
         self._begun = time.perf_counter()
+
+    def validate(self) -> None:
+        """Validates and logs what came of it."""
+        found = self._trainer.validate()
+        if found is not None:
+            line = {"step": self._trainer.done, "validation": dataclasses.asdict(found)}
+            self._log.write(json.dumps(line) + "\n")
 
     def read(self, tensors: StepTensors, batches: list[Batch], lr: float) -> Iterator[StepReport]:
         """Takes a step that was launched, and yields the one before it."""

@@ -39,6 +39,14 @@ class Validation:
     scores: Scores
     num_samples: int
 
+    def line(self) -> str:
+        """For people."""
+        scores = self.scores
+        return (
+            f"validation: {self.num_samples} held-out samples, loss {self.loss:.4f}, accuracy {scores.accuracy:.1%}, "
+            f"acceptance length {scores.acceptance_length:.2f} (estimated)"
+        )
+
 
 def batches(source: data.Source, shapes: Mapping[int, Shape], drafting: Drafting, seed: int) -> Iterator[Batch]:
     """Every sample once, in their order; rows that stay empty are padding.
@@ -71,7 +79,7 @@ def batches(source: data.Source, shapes: Mapping[int, Shape], drafting: Drafting
 def validate(
     pairs: Sequence[Pair], source: data.Source, shapes: Mapping[int, Shape], drafting: Drafting, seed: int
 ) -> Validation:
-    """Runs all batches, on each pair in a thread of its own, without gradients.
+    """Runs all batches, on each pair in a thread of its own; no weight and no gradient changes.
 
     Raises:
         TrainingStoppedError: a pair failed; the others stop after their batch.
@@ -135,9 +143,12 @@ class _Work:
 
 
 def _step(pair: Pair, batch: Batch) -> _Result:
-    with torch.no_grad():
-        features_BSF, embeddings_BQE, there = pair.prepare(batch)
-        with devices.current(pair.device):
-            loss, correct_BNP = pair.loss(features_BSF, embeddings_BQE, there)
-            tally = metrics.tally(correct_BNP, there.labels_BNK[..., 1:])
-            return _Result(float(loss), tally.tolist(), batch.weight_sum, len(batch.visits))
+    """The forward pass of a training step, launch for launch.
+
+    Gradients stay on: the loss's kernel makes its gradient in the same launch, and a bundle holds no other variant.
+    """
+    features_BSF, embeddings_BQE, there = pair.prepare(batch)
+    with torch.enable_grad(), devices.current(pair.device):
+        loss, correct_BNP = pair.loss(features_BSF, embeddings_BQE, there)
+        tally = metrics.tally(correct_BNP, there.labels_BNK[..., 1:])
+        return _Result(float(loss.detach()), tally.tolist(), batch.weight_sum, len(batch.visits))

@@ -50,7 +50,6 @@ class FakePair:
         self._seconds = seconds
 
     def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch]:
-        assert not torch.is_grad_enabled()
         time.sleep(self._seconds)
         if self._fails_at is not None and len(self.seen) >= self._fails_at:
             raise RuntimeError("lost its device")
@@ -58,6 +57,7 @@ class FakePair:
         return torch.zeros(1), torch.zeros(1), batch
 
     def loss(self, features: Any, embeddings: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        assert torch.is_grad_enabled()  # the bundle holds the loss's kernel with its gradient only
         labels_BNP = batch.labels_BNK[..., 1:]
         loss = (batch.weights_BNK[..., 1:] * (labels_BNP.float() * 0.37).sin().abs()).sum()
         return loss, labels_BNP % 2 == 0
