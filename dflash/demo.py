@@ -30,7 +30,7 @@ FALLS_TO = 0.9
 _MARKER = ".dflash-demo"
 _MANIFESTS = {9: "demo-sm90.yaml", 12: "demo-sm120.yaml"}
 _INTERPRETED = "cpu.yaml"
-_LEARNING = ("--set", "optimizer.lr=3e-3", "--set", "optimizer.schedule=constant")
+_LEARNING = ("--set", "optimizer.lr=1e-3", "--set", "optimizer.schedule=constant")
 
 
 class DemoError(KernelbakeError):
