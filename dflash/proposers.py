@@ -166,6 +166,8 @@ def _keys_values(attention: Attention, x_1TE: torch.Tensor, table: Rotary) -> tu
 class CopyProposer:
     """Copies what followed the last occurrence of the longest n-gram that ends in the anchor.
 
+    A copy that reaches the anchor goes on with itself, so that a loop is proposed for as long as asked for.
+
     Args:
         count: tokens proposed at most.
         longest: of the n-grams looked for.
@@ -192,8 +194,8 @@ class CopyProposer:
         for start in range(len(tail)):
             found = self._following.get(tail[start:])
             if found is not None:
-                count = min(limit, self._count)
-                return Proposal([*known[found : found + count], anchor][:count])
+                period = [*known[found : found + self._count], anchor]
+                return Proposal([period[place % len(period)] for place in range(min(limit, self._count))])
         return Proposal([])
 
     def _index(self) -> None:

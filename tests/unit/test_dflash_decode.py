@@ -311,7 +311,9 @@ def _copied(known: list[int], anchor: int, count: int, longest: int) -> list[int
         tail = tokens[-size:]
         places = [end for end in range(size, len(tokens)) if tokens[end - size : end] == tail]
         if places:
-            return tokens[places[-1] :][:count]
+            for _ in range(count):
+                tokens.append(tokens[places[-1] + len(tokens) - len(known) - 1])
+            return tokens[len(known) + 1 :]
     return []
 
 

@@ -72,6 +72,23 @@ def test_the_list_of_names_and_shapes(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("fields", [{}, SLIDING])
+def test_transformers_reads_the_configuration_and_knows_every_layer(tmp_path: Path, fields: dict[str, Any]) -> None:
+    from transformers import AutoConfig, Qwen3Model
+
+    folder = exported(tmp_path, tinytarget.spec(**fields))
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        theirs = Qwen3Model(config).state_dict()
+    ours = load_file(folder / export.WEIGHTS)
+    shared = {name: tuple(tensor.shape) for name, tensor in theirs.items() if name != "embed_tokens.weight"}
+    assert set(ours) - set(shared) == {"fc.weight", "hidden_norm.weight"}
+    assert {name: tuple(ours[name].shape) for name in shared} == shared
+    assert config.layer_types == list(tinytarget.spec(**fields).drafter.layer_types)
+    assert config.sliding_window == fields.get("sliding_window")
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e7}
+
+
 @pytest.mark.parametrize("block_size", [2, 8, 16])
 def test_one_token_fewer_is_speculated_than_a_block_has_positions(tmp_path: Path, block_size: int) -> None:
     folder = exported(tmp_path, tinytarget.spec(block_size=block_size))
