@@ -216,6 +216,20 @@ def sign(bundle: Path, key: Path) -> None:
     render.line(str(signing.sign(bundle, key)))
 
 
+@cli.command()
+@click.argument("bundles", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The merged bundle.")
+@_json_option
+def merge(bundles: tuple[Path, ...], output: Path, as_json: bool) -> None:
+    """Join bundles of one fingerprint.
+
+    Keeps the launches and the evidence of all. Prints the new bundle's digest.
+    """
+    from kernelbake import merge as library
+
+    render.built(library.merge(bundles, output), as_json=as_json)
+
+
 # ---------------------------------------------------------------------------------------------- running and ending
 
 

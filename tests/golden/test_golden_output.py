@@ -19,7 +19,7 @@ from kernelbake.keys import Case
 from kernelbake.plan import Unbounded
 
 FILES = Path(__file__).parent / "files"
-COMMANDS = ("plan", "build", "verify", "show", "coverage", "explain", "diff", "sign")
+COMMANDS = ("plan", "build", "verify", "show", "coverage", "explain", "diff", "sign", "merge")
 
 
 def compare(name: str, text: str) -> None:
@@ -102,7 +102,7 @@ def test_what_is_said_of_a_gap(
 ) -> None:
     """The bundle holds two keys of each kernel, and the plan made anew wants three."""
     resolved = manifest.load(manifest.find("sm90.yaml")).resolved()
-    bundle.write("bundle.tar", dataclasses.replace(contents, manifest_resolved=resolved))
+    bundle.write("bundle.tar", samples.changed(contents, manifest_resolved=resolved))
     monkeypatch.setattr(planner, "plan", lambda *_, **__: samples.contents(keys_each=3).plan)
     arguments = ["coverage"] if command == "coverage" else ["verify", "--replan"]
     compare(f"{command}-gap", output(capsys, *arguments))
