@@ -163,6 +163,7 @@ class RunConfig:
 
     Args:
         bundle: path of the bundle; None for a stock run.
+        require_signature: file with the public keys of which one must have signed the bundle; None requires nothing.
         target: Hub id, folder or ``random``; None is what the manifest says.
         steps: optimizer steps.
         seed: of weights, order and anchors.
@@ -175,6 +176,7 @@ class RunConfig:
     """
 
     bundle: str | None
+    require_signature: str | None
     target: str | None
     steps: int
     seed: int
@@ -192,6 +194,7 @@ class RunConfig:
     def read(cls, reader: Reader) -> RunConfig:
         config = cls(
             bundle=reader.text("bundle", None),
+            require_signature=reader.text("require_signature", None),
             target=reader.text("target", None),
             steps=reader.integer("steps", 1000),
             seed=reader.integer("seed", 0, low=0),

@@ -46,19 +46,24 @@ class Plan:
         return self.held.made == INTERPRETED
 
 
+def trusted(run: RunConfig) -> list[Path]:
+    """The key files of which one must have signed the bundle."""
+    return [Path(run.require_signature)] if run.require_signature is not None else []
+
+
 def settle(run: RunConfig) -> Plan:
     """Puts the configuration and the bundle's manifest together.
 
     Raises:
         InputError: no bundle, another plug-in's bundle, a target that cannot be found, shapes that cannot be.
-        BundleError: the bundle cannot be trusted.
+        BundleError: the bundle cannot be trusted, or is not signed as required.
     """
     if run.bundle is None:
         raise InputError(
             "train: no bundle; wanted --frozen-cache, a bundle whose manifest names workload, target and data",
             hint="`kernelbake build --manifest sm90.yaml` makes one; --stock compares with Triton's own tuning",
         )
-    held = workload_of(run.bundle)
+    held = workload_of(run.bundle, trusted=trusted(run))
     if held.plugin != WORKLOAD.name:
         raise InputError(f"bundle `{run.bundle}`: made for workload `{held.plugin}`; wanted `{WORKLOAD.name}`")
     spec = spec_of(run, held.section)
@@ -141,7 +146,8 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
 
             numbers = sorted({plan.run.devices.target, plan.run.devices.drafter})
             with devices.importing_fla():
-                frozen = stack.enter_context(freeze(plan.run.bundle, None if plan.interpreted else numbers))
+                wanted = None if plan.interpreted else numbers
+                frozen = stack.enter_context(freeze(plan.run.bundle, wanted, trusted=trusted(plan.run)))
         stack.enter_context(WORKLOAD.prepare(interpreted=plan.interpreted))
         yield Started(frozen, proof.start())
 

@@ -245,23 +245,25 @@ def _check_made(sound: Sound, meaning: Meaning, findings: Findings) -> None:
 
 
 def _check_profile(sound: Sound, meaning: Meaning, findings: Findings) -> None:
-    """MUST 44: the plan and the header are about the GPU and the build of the fingerprint."""
+    """MUST 44: manifest, plan, fingerprint and header are about one GPU and one build."""
+    header, resolved = sound.header, meaning.resolved
     profile, facts = meaning.plan.profile, meaning.fingerprint
-    line_info = facts.get("build.line_info")
-    if line_info is not None and line_info != sound.header["line_info"]:
-        message = f"`build.line_info` is `{line_info}`, and another in the header; wanted the same"
-        findings.add(Rule.PROFILE, "`fingerprint.json`", message)
-    wanted = {
+    of_profile = {
         "gpu.backend": profile["backend"],
         "gpu.capability": fingerprint.capability(*profile["capability"]),
         "gpu.device": profile["name"],
         "gpu.sm_count": profile["sm_count"],
         "gpu.shared_memory_bytes": profile["shared_memory_bytes"],
     }
-    for name, value in wanted.items():
-        if value != facts[name]:
-            message = f"`{name}` is `{facts[name]}`, and `{value}` in the plan's profile; wanted the same"
-            findings.add(Rule.PROFILE, "`fingerprint.json`", message)
+    pairs = [("manifest.resolved.json", "gpu", resolved["gpu"], "plan's profile", profile)]
+    pairs += [("fingerprint.json", name, facts[name], "plan's profile", value) for name, value in of_profile.items()]
+    pairs.append(("manifest.resolved.json", "name", resolved["name"], "header", header["name"]))
+    if facts.get("build.line_info") is not None:
+        pairs.append(("fingerprint.json", "build.line_info", facts["build.line_info"], "header", header["line_info"]))
+    for document, name, found, where, wanted in pairs:
+        if found != wanted:
+            message = f"`{name}` is `{found!s:.100}`, and `{wanted!s:.100}` in the {where}; wanted the same"
+            findings.add(Rule.PROFILE, f"`{document}`", message)
 
 
 def _check_sources(meaning: Meaning, findings: Findings) -> None:

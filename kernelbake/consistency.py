@@ -52,7 +52,7 @@ class _Reader:
 
     def read(self) -> Meaning | None:
         """MUST 21 to 30 and, for all of them, MUST 11."""
-        resolved = self._document("manifest.resolved.json", documents.OBJECT, dict, Rule.MANIFEST)  # MUST 21
+        resolved = self._document("manifest.resolved.json", documents.MANIFEST, dict, Rule.MANIFEST)  # MUST 21
         try:
             str(self.sound.content("manifest.yaml"), "utf-8")
         except UnicodeDecodeError as error:

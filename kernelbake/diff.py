@@ -188,7 +188,7 @@ def _manifest(old: Bundle, new: Bundle) -> tuple[Change, ...]:
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
     """Nested data by dotted path; lists stay whole."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or (not value and name):
         return {name: value}
     return {
         path: leaf for key, item in value.items() for path, leaf in _flat(item, f"{name}.{key}".lstrip(".")).items()

@@ -301,6 +301,17 @@ _PROFILE = fields(
         "source": TEXT,
     }
 )
+MANIFEST = fields(
+    {
+        "format": literal(1),
+        "name": WORD,
+        "gpu": _PROFILE,
+        "workload": fields({"plugin": WORD, "section": OBJECT}),
+        "measure": OBJECT,
+        "compile": OBJECT,
+    }
+)
+"""``manifest.resolved.json``; what stands in the section is the plug-in's business."""
 PLAN = fields(
     {
         "profile": _PROFILE,

@@ -48,6 +48,23 @@ def _(forged: Forged) -> None:
     forged.put("manifest.resolved.json", [1])
 
 
+for _part in ("format", "name", "gpu", "workload", "measure", "compile"):
+    _document(
+        f"a resolved manifest without {_part}",
+        Rule.MANIFEST,
+        "manifest.resolved.json",
+        lambda resolved, part=_part: resolved.pop(part),
+        _part,
+    )
+_document(
+    "a resolved manifest without plug-in",
+    Rule.MANIFEST,
+    "manifest.resolved.json",
+    lambda resolved: resolved["workload"].pop("plugin"),
+    "workload",
+)
+
+
 @attack("a fingerprint that is a list", Rule.FINGERPRINT, place="fingerprint.json")
 def _(forged: Forged) -> None:
     forged.put("fingerprint.json", [])
@@ -307,18 +324,25 @@ def _(forged: Forged) -> None:
 def _(forged: Forged) -> None:
     forged.change_entry(forged.folders[0], describe=lambda data: data["metadata"].update(shared=147_456))
     _claim(forged, "120a", [12, 0])
-    facts, plan = forged.document("fingerprint.json"), forged.document("plan.json")
-    facts["gpu.shared_memory_bytes"]["value"] = plan["profile"]["shared_memory_bytes"] = 101_376
+    facts = forged.document("fingerprint.json")
+    facts["gpu.shared_memory_bytes"]["value"] = 101_376
     forged.put("fingerprint.json", facts)
-    forged.put("plan.json", plan)
+    _claim_profile(forged, shared_memory_bytes=101_376)
 
 
 def _claim(forged: Forged, capability: str, pair: list[int]) -> None:
-    facts, plan = forged.document("fingerprint.json"), forged.document("plan.json")
+    facts = forged.document("fingerprint.json")
     facts["gpu.capability"]["value"] = capability
-    plan["profile"]["capability"] = pair
     forged.put("fingerprint.json", facts)
+    _claim_profile(forged, capability=pair)
+
+
+def _claim_profile(forged: Forged, **changes: Any) -> None:
+    plan, resolved = forged.document("plan.json"), forged.document("manifest.resolved.json")
+    plan["profile"] |= changes
+    resolved["gpu"] |= changes
     forged.put("plan.json", plan)
+    forged.put("manifest.resolved.json", resolved)
 
 
 for _what, _code in {
@@ -539,6 +563,16 @@ def _(forged: Forged) -> None:
     forged.header["counts"]["entries"] = 0
 
 
+_document(
+    "a manifest for another GPU",
+    Rule.PROFILE,
+    "manifest.resolved.json",
+    lambda resolved: resolved["gpu"].update(name="NVIDIA B200"),
+    "`gpu`",
+)
+_document(
+    "a manifest of another name", Rule.PROFILE, "manifest.resolved.json", lambda resolved: resolved.update(name="other")
+)
 _field("gpu.device", "NVIDIA H100 80GB HBM3", rule=Rule.PROFILE)
 _field("gpu.device", "NVIDIA H200 ", rule=Rule.PROFILE)
 _field("gpu.sm_count", 131, rule=Rule.PROFILE)

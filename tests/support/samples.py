@@ -150,7 +150,14 @@ def contents(
         "sample",
         made,
         b"format: 1\nname: sample\n",
-        {"format": 1, "name": "sample"},
+        {
+            "format": 1,
+            "name": "sample",
+            "gpu": device.to_json(),
+            "workload": {"plugin": "sample", "section": {}},
+            "measure": {},
+            "compile": {"line_info": False, "fp_fusion": True},
+        },
         fingerprint_of(device, list(all_facts.values()), **abi),
         plan,
         tuple(choices),
@@ -161,5 +168,12 @@ def contents(
 
 
 def changed(base: Contents, **changes: Any) -> Contents:
-    """The contents with other fields."""
+    """The contents with other fields; with another resolved manifest also under its name."""
+    if "manifest_resolved" in changes:
+        changes.setdefault("name", changes["manifest_resolved"]["name"])
     return dataclasses.replace(base, **changes)
+
+
+def named(base: Contents, name: str) -> Contents:
+    """The contents under another name."""
+    return changed(base, manifest_resolved={**base.manifest_resolved, "name": name})

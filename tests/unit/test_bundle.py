@@ -212,7 +212,9 @@ def test_no_path_is_built_from_a_devices_name(name, tmp_path):
     base = samples.contents()
     profile = {**base.plan.profile, "name": name}
     facts = samples.fingerprint_of(samples.profiles.DeviceProfile.from_json(profile), list(base.plan.kernels.values()))
-    contents = samples.changed(base, plan=dataclasses.replace(base.plan, profile=profile), fingerprint=facts)
+    resolved = {**base.manifest_resolved, "gpu": profile}
+    plan_ = dataclasses.replace(base.plan, profile=profile)
+    contents = samples.changed(base, plan=plan_, fingerprint=facts, manifest_resolved=resolved)
     bundle.write(tmp_path / "bundle.tar", contents)
     assert os.listdir(tmp_path) == ["bundle.tar"]
     held = bundle.read(tmp_path / "bundle.tar")
@@ -226,7 +228,7 @@ def test_the_header_that_was_read_is_the_one_that_was_checked(tmp_path, monkeypa
     path = tmp_path / "bundle.tar"
     bundle.write(path, samples.contents())
     before = path.read_bytes()
-    bundle.write(path, samples.changed(samples.contents(), name="simple"))
+    bundle.write(path, samples.named(samples.contents(), "simple"))
     after = path.read_bytes()
     assert len(before) == len(after)
     original = verify._load
@@ -239,7 +241,7 @@ def test_the_header_that_was_read_is_the_one_that_was_checked(tmp_path, monkeypa
     with pytest.raises(ViolationsError) as refusal:
         bundle.read(path)
     places = {violation.place for violation in refusal.value.violations if violation.rule is Rule.DIGEST}
-    assert places == {"`bundle.json`", "`index.json`"}
+    assert places == {"`bundle.json`", "`index.json`", "`manifest.resolved.json`"}
 
 
 def test_a_compiled_only_bundle_says_so(tmp_path):

@@ -438,7 +438,7 @@ def test_a_manifest_that_asks_for_the_same_needs_no_new_plan(
 ) -> None:
     resolved = manifest.load(manifest.find("sm90.yaml")).resolved()
     path = tmp_path / "bundle.tar"
-    bundle.write(path, dataclasses.replace(samples.contents(), manifest_resolved=resolved))
+    bundle.write(path, samples.changed(samples.contents(), manifest_resolved=resolved))
     planned = []
 
     def plan(*arguments: Any, **_: Any) -> Any:
@@ -464,7 +464,7 @@ def test_a_run_configuration_is_planned_on_top_of_the_bundles_section(
     monkeypatch.setattr(workload, "load", lambda name: fakeplugin.FakeWorkload())
     resolved = manifest.parse(text, "x").resolved()
     path = tmp_path / "bundle.tar"
-    bundle.write(path, dataclasses.replace(samples.contents(), manifest_resolved=resolved))
+    bundle.write(path, samples.changed(samples.contents(), manifest_resolved=resolved))
     planned = []
 
     def plan(plugin: str, section: Any, profile: Any, **_: Any) -> Any:
@@ -481,7 +481,7 @@ def test_other_sources_are_a_misfit_and_not_a_gap(
 ) -> None:
     resolved = manifest.load(manifest.find("sm90.yaml")).resolved()
     path = tmp_path / "bundle.tar"
-    bundle.write(path, dataclasses.replace(samples.contents(), manifest_resolved=resolved))
+    bundle.write(path, samples.changed(samples.contents(), manifest_resolved=resolved))
     found = samples.contents().plan
     name, facts = next(iter(found.kernels.items()))
     kernels = {**found.kernels, name: dataclasses.replace(facts, source_digest="sha256:" + "5" * 64)}

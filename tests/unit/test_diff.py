@@ -44,8 +44,8 @@ def test_fingerprint_and_header(base, compare):
     facts = samples.fingerprint_of(
         samples.profiles.load("h200"), list(base.plan.kernels.values()), triton__version="3.8.0", fla__version=None
     )
-    found = compare(base, samples.changed(base, fingerprint=facts, name="other"))
-    assert _titles(found) == ["header", "fingerprint"]
+    found = compare(base, samples.changed(samples.named(base, "other"), fingerprint=facts))
+    assert _titles(found) == ["header", "manifest", "fingerprint"]
     assert [str(change) for change in found.header] == ["name: `sample` → `other`"]
     assert {change.name: (change.old, change.new) for change in found.fingerprint} == {
         "triton.version": ("3.7.1", "3.8.0"),
@@ -56,9 +56,13 @@ def test_fingerprint_and_header(base, compare):
 
 
 def test_manifest(base, compare):
-    resolved = {**base.manifest_resolved, "measure": {"rounds": 5}, "format": True}
+    resolved = {**base.manifest_resolved, "measure": {"rounds": 5}, "compile": {"line_info": 0, "fp_fusion": True}}
     found = compare(base, samples.changed(base, manifest_resolved=resolved))
-    assert [str(change) for change in found.manifest] == ["format: `1` → `true`", "measure.rounds: `none` → `5`"]
+    assert [str(change) for change in found.manifest] == [
+        "compile.line_info: `false` → `0`",
+        "measure: `{}` → `none`",
+        "measure.rounds: `none` → `5`",
+    ]
     found = compare(base, samples.changed(base, manifest_text=base.manifest_text + b"# a remark\n"))
     assert [change.name for change in found.manifest] == ["text"]
 

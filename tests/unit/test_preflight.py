@@ -25,12 +25,7 @@ VERSIONS = {"python": "3.11.7", "triton": "3.7.1"}
 def baked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
     """A bundle and the plan that it was built from."""
     made = samples.contents()
-    resolved = {
-        "format": 1,
-        "name": "sample",
-        "gpu": profiles.load("h200").to_json(),
-        "workload": {"plugin": "toy", "section": SECTION},
-    }
+    resolved = {**made.manifest_resolved, "workload": {"plugin": "toy", "section": SECTION}}
     plan = dataclasses.replace(made.plan, versions=VERSIONS)
     path = tmp_path_factory.mktemp("bundle") / "bundle.tar"
     bundle.write(path, samples.changed(made, plan=plan, manifest_resolved=resolved))
