@@ -51,6 +51,7 @@ def _methods() -> dict[str, Any]:
         "cuda": lambda self, device=None, non_blocking=False, memory_format=torch.preserve_format: _moved(
             self, CUDA, None, False, memory_format
         ),
+        "new_tensor": _new_tensor,
         "tolist": _tolist,
         "numpy": _numpy,
         "__array__": _array,
@@ -129,6 +130,10 @@ def _moved(
     finally:
         mode.moving = before
     return moved
+
+
+def _new_tensor(self: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
+    return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **options})
 
 
 def _tolist(self: torch.Tensor) -> Any:

@@ -26,6 +26,7 @@ import triton
 
 from kernelbake import bounds, fakedevice, fakepatches, faketensors, triton_api, workload, writes
 from kernelbake.errors import KernelbakeError, PlanError
+from kernelbake.fakeresults import extent
 from kernelbake.keys import Case
 from kernelbake.plan import KernelFacts, Launch, Plan, collect
 from kernelbake.profiles import DeviceProfile
@@ -60,6 +61,11 @@ class Request:
     limits: Mapping[str, Any]
 
 
+_HINTS = {
+    "UnknownValueError": "let the step read no result, and take what decides about shapes from integers on the host",
+}
+_COMPILE_HINT = "`torch.compile` makes kernels of its own, which no plan can hold; run the step without it"
+
 Report = Callable[[int, int, str], None]
 """Called with cases done, cases in all, and what is being done."""
 
@@ -83,14 +89,14 @@ def run(request: Request, report: Report = lambda done, total, message: None) ->
     report(0, total, "loading kernel libraries")
     implementations = {**_packages(), **_variables(), **plugin.implementations(spec)}
     log = LaunchLog(Observer(_target(profile), faketensors.stand_in, run_hooks=True), limits)
-    with plugin.prepare(interpreted=request.interpreted), _shadowed(log):
+    with plugin.prepare(interpreted=request.interpreted), shadowed(log):
         report(0, total, "building the modules")
-        with _explained("open"):
+        with explained("open"):
             session = plugin.open(spec, device="cpu" if request.interpreted else "cuda", seed=SEED)
         for done, case in enumerate(cases.planned):
             report(done, total, case.id)
             log.case = case
-            with _explained(f"case {case.id}"):
+            with explained(f"case {case.id}"):
                 session.step(case)
     report(total, total, "merging launches")
     launches = log.launches()
@@ -151,7 +157,7 @@ class LaunchLog:
         reasons = []
         for name, item in named(launchable, args, kwargs).items():
             for tensor in _tensors_in(item):
-                elements = faketensors.extent(tensor.shape, tensor.stride())
+                elements = extent(tensor.shape, tensor.stride())
                 if elements > self._limits.max_elements:
                     reasons.append(f"argument `{name}` of shape {tuple(tensor.shape)} spans {elements} elements")
         if reasons:
@@ -211,7 +217,8 @@ def _target(profile: DeviceProfile) -> Any:
 
 
 @contextlib.contextmanager
-def _shadowed(log: LaunchLog) -> Iterator[None]:
+def shadowed(log: LaunchLog) -> Iterator[None]:
+    """Runs a block on fake tensors, with its launches recorded instead of made."""
     mode = faketensors.ShadowMode()
     with intercepted(log.record), fakepatches.entered(mode), _no_compilation():
         yield
@@ -226,7 +233,7 @@ def _no_compilation() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(where: str) -> Iterator[None]:
+def explained(where: str) -> Iterator[None]:
     """Turns whatever a workload raises into one error that says where."""
     try:
         yield
@@ -241,7 +248,10 @@ def _explained(where: str) -> Iterator[None]:
             if "torch" not in Path(frame.filename).parts and frame.filename != __file__
         ]
         text = str(error).strip().splitlines() or [""]
-        raise PlanError(f"{where}: `{type(error).__name__}`: {text[0]}", reasons=[*text[1:4], *frames[-6:]]) from error
+        hint = _HINTS.get(type(error).__name__) or (_COMPILE_HINT if "torch.compile" in text[0] else None)
+        raise PlanError(
+            f"{where}: `{type(error).__name__}`: {text[0]}", hint=hint, reasons=[*text[1:4], *frames[-6:]]
+        ) from error
 
 
 def _versions() -> dict[str, str]:

@@ -25,6 +25,7 @@ MAY_LOAD_HEAVY = {
     # parts of a shadow run
     "kernelbake.fakedevice",
     "kernelbake.fakepatches",
+    "kernelbake.fakeresults",
     "kernelbake.faketensors",
     "kernelbake.recorder",
     # parts of measuring
