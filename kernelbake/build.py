@@ -26,6 +26,7 @@ from kernelbake.fingerprint import Fingerprint
 from kernelbake.outcome import OK, Code, Files, Rejected
 from kernelbake.plan import Plan
 from kernelbake.progress import BuildResult, Event, OnEvent
+from kernelbake.ranks import Ranks, joined
 from kernelbake.state import State, boot_id
 from kernelbake.supervise import Supervision, Supervisor
 from kernelbake.tune import nobody
@@ -106,15 +107,16 @@ def run(manifest: Manifest, output: Path, options: Options, on_event: OnEvent) -
     """``build`` with its options in one place."""
     if options.compile_only and manifest.interpreted:
         raise InputError("build: the interpreter compiles nothing; wanted `--compile-only` for a GPU")
-    bundle.check_output(output)
-    with _workspace(output) as folder:
-        return _Build(manifest, output, options, folder, on_event).run()
+    with joined() as ranks:
+        ranks.from_leader(lambda: bundle.check_output(output))
+        with _workspace(output, ranks.rank) as folder:
+            return _Build(manifest, output, options, folder, on_event, ranks).run()
 
 
 @contextlib.contextmanager
-def _workspace(output: Path) -> Iterator[Path]:
+def _workspace(output: Path, rank: int) -> Iterator[Path]:
     """The folder of a build, locked; it stays when the build fails and is removed when it succeeds."""
-    folder = output.with_name(output.name + ".work")
+    folder = output.with_name(f"{output.name}.work" + (f".{rank}" if rank else ""))
     try:
         folder.mkdir(exist_ok=True)
         with journal.lock(folder / "lock", f"build {output}"):
@@ -132,41 +134,56 @@ def _workspace(output: Path) -> Iterator[Path]:
 class _Build:
     """One build from start to end."""
 
-    def __init__(self, manifest: Manifest, output: Path, options: Options, folder: Path, on_event: OnEvent) -> None:
+    def __init__(
+        self, manifest: Manifest, output: Path, options: Options, folder: Path, on_event: OnEvent, ranks: Ranks
+    ) -> None:
         self._manifest, self._output, self._options = manifest, output, options
-        self._folder, self._on_event = folder, on_event
+        self._folder, self._ranks = folder, ranks
+        self._on_event: OnEvent = on_event if ranks.leads else lambda event: None
         self._files = Files(folder / "code")
         self._seconds: dict[str, float] = {}
         self._boot = boot_id()
         self._facts: dict[str, Any] = {}
 
     def run(self) -> BuildResult:
+        ranks = self._ranks
         if self._made == "measured":
             with self._phase("gpu"):
-                self._monitor = self._wanted_gpu()
+                self._monitor = ranks.together(self._wanted_gpu)
+                ranks.check_distinct(self._monitor.uuid, "GPU")
         with self._phase("plan"):
-            plan = self._plan()
+            plan = ranks.from_leader(self._plan)
         state = State(plan)
-        supervisor = self._supervisor(plan, state)
+        owned = ranks.mine([len(launch.candidates) for launch in plan.launches])
+        supervisor = self._supervisor(plan, state, owned)
         with contextlib.ExitStack() as stack:
             if self._made == "measured":
                 stack.enter_context(gpu.reserved(self._monitor.uuid))
             if not self._options.compile_only:
                 stack.callback(supervisor.close)
                 supervisor.prepare(open_now=True)  # it imports and opens the workload while others compile
-            fingerprint, utilities, server, source = self._start(plan, stack)
+            fingerprint, utilities, server, source = ranks.together(lambda: self._start(plan, stack))
+            ranks.check_same(_facts(fingerprint), "fingerprint")
             self._open_journal(state, fingerprint)
             stack.callback(self._journal.close)
             if server is not None:
                 with self._phase("compile"):
-                    self._compile(plan, state, server, source)
+                    ranks.together(lambda: self._compile(plan, state, server, source))
+                    self._share_code(plan, state)
+                    ranks.together(lambda: self._check_usable(plan, state))
                 server.close()
             if not self._options.compile_only:
                 with self._phase("measure"):
-                    self._measure(state, supervisor)
+                    ranks.together(lambda: self._measure(state, supervisor))
+                    self._share_decisions(state, owned)
                 self._seconds["measure"] -= self._seconds["open"]
-            with self._phase("pack"):
-                packed = self._pack(plan, state, fingerprint, utilities)
+            result = ranks.from_leader(lambda: self._deliver(plan, state, fingerprint, utilities))
+            return dataclasses.replace(result, tells=ranks.leads)
+
+    def _deliver(self, plan: Plan, state: State, fingerprint: Fingerprint, utilities: str | None) -> BuildResult:
+        """Packs, checks and renames."""
+        with self._phase("pack"):
+            packed = self._pack(plan, state, fingerprint, utilities)
         with self._phase("self-check"):
             self._self_check(packed)
         packed.replace(self._output)
@@ -180,7 +197,7 @@ class _Build:
         if self._options.fingerprint is not None:
             return self._options.fingerprint, None, None, None
         source = self._compiled_bundle(plan)
-        jobs = self._options.jobs or len(os.sched_getaffinity(0))
+        jobs = self._options.jobs or max(1, len(os.sched_getaffinity(0)) // self._ranks.local_world)
         with self._phase("start"):
             server = stack.enter_context(self._server(plan, 0 if self._manifest.interpreted or source else jobs))
             fingerprint, utilities = server.facts()
@@ -297,7 +314,7 @@ class _Build:
 
     def _compile(self, plan: Plan, state: State, server: CompileServer, source: bundle.Bundle | None) -> None:
         """Fills ``state.codes``; what an earlier build compiled counts if its files are still sound."""
-        tasks = tasks_of(plan)
+        tasks = tasks_of(plan)[self._ranks.rank :: self._ranks.world]
         known = packing.take_code(source, self._files) if source is not None else {}
         missing = []
         for task in tasks:
@@ -318,13 +335,27 @@ class _Build:
             self._on_event(Event("progress", "compile", done, len(tasks), task.kernel.name))
 
         server.compile(missing, on_done)
-        self._check_usable(plan, state)
+
+    def _share_code(self, plan: Plan, state: State) -> None:
+        """Gives every rank what the others compiled."""
+        ranks = self._ranks
+        if ranks.world == 1:
+            return
+        mine = []
+        for task in tasks_of(plan)[ranks.rank :: ranks.world]:
+            data = state.codes[task.id[0]][task.id[1]]
+            names = Code.from_json(data["code"]).files if data["outcome"] == OK else ()
+            mine.append((task, data, [self._files[name] for name in names]))
+        for rank, found in enumerate(ranks.gather(mine)):
+            for task, data, contents in found if rank != ranks.rank else ():
+                for content in contents:
+                    self._files.put(content)
+                self._compiled(state, task, data)
 
     def _sound(self, data: Mapping[str, Any]) -> bool:
         if data["outcome"] != OK:
             return True
-        code = Code.from_json(data["code"])
-        return all(self._files.sound(name) for name in (code.binary, code.metadata, code.launcher) if name)
+        return all(self._files.sound(name) for name in Code.from_json(data["code"]).files)
 
     def _compiled(self, state: State, task: Task, data: Mapping[str, Any]) -> None:
         kernel, specialization = task.id
@@ -353,7 +384,7 @@ class _Build:
 
     # ------------------------------------------------------------------------------------------ measure
 
-    def _supervisor(self, plan: Plan, state: State) -> Supervisor:
+    def _supervisor(self, plan: Plan, state: State, owned: list[int]) -> Supervisor:
         planned = self._folder / "plan.json"
         planned.write_bytes(digest.canonical_json(plan.to_json()))
         manifest = self._manifest
@@ -366,6 +397,7 @@ class _Build:
             "section": dict(manifest.section),
             "interpreted": manifest.interpreted,
             "policy": manifest.measure.to_json(),
+            "owned": owned,
         }
         environment, log = self._worker_environment(), self._folder / "worker.log"
         supervision = Supervision(job, environment, log, manifest.measure.time_limit_s)
@@ -385,6 +417,13 @@ class _Build:
         self._facts = supervisor.run()
         self._seconds["open"] = supervisor.opening_s
 
+    def _share_decisions(self, state: State, owned: list[int]) -> None:
+        """Gives every rank what the others found out about their launches."""
+        mine = [record for place in owned for record in state.records_of(place)]
+        for rank, records in enumerate(self._ranks.gather(mine)):
+            for record in records if rank != self._ranks.rank else ():
+                self._write(state, record)
+
     def _worker_environment(self) -> dict[str, str]:
         """The machine's own, since a driver may need any of it, without what would change Triton or FLA."""
         dropped = ("TRITON_", "FLA_CACHE_", "FLA_CONFIG_", "FLA_GPU_")
@@ -392,7 +431,8 @@ class _Build:
         planned = planner.environment(os.environ, interpreted=self._manifest.interpreted)
         fixed = {name: planned[name] for name in ("PYTHONPATH", "FLA_CACHE_RESULTS", "FLA_CACHE_MODE")}
         interpreter = {"TRITON_INTERPRET": "1"} if self._manifest.interpreted else {}
-        return {**kept, **fixed, **interpreter, "TRITON_CACHE_DIR": str(self._folder / "triton")}
+        cache = {"TRITON_CACHE_DIR": str(self._folder / "triton")}
+        return {**kept, **fixed, **interpreter, **cache, **self._ranks.device_variables()}
 
     # ------------------------------------------------------------------------------------------ pack
 
@@ -430,6 +470,10 @@ class _Build:
             seconds=self._seconds,
             device_busy_share=busy / wall if wall and busy is not None else None,
         )
+
+
+def _facts(fingerprint: Fingerprint) -> dict[str, Any]:
+    return {field.name: field.value for field in fingerprint.fields}
 
 
 def _identity(plan: Plan) -> str:

@@ -107,7 +107,8 @@ def build(manifest: str, output: Path, json_events: bool, **options: Any) -> Non
 
     with render.events(as_json=json_events) as on_event:
         result = library.build(wanted, output, on_event=on_event, **options)
-    render.built(result, as_json=json_events)
+    if result.tells:
+        render.built(result, as_json=json_events)
 
 
 @cli.command()

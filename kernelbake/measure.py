@@ -34,7 +34,7 @@ from kernelbake.plan import Launch, Plan
 from kernelbake.profiles import DeviceProfile
 from kernelbake.recorder import intercepted
 from kernelbake.shadow import find_workload
-from kernelbake.tune import Checked, Failed, Report, tune
+from kernelbake.tune import Checked, Failed, Report, stand_in, tune
 from kernelbake.worker_main import Known
 from kernelbake.workload import Oracle
 
@@ -295,6 +295,7 @@ class Conductor:
     Args:
         plan: what may be launched.
         decided: winners by place of the launch.
+        owned: places of the launches to decide here; others take what works.
         code, device, policy, report: as in ``LiveSite`` and ``tune``.
         oracles: by kernel name.
     """
@@ -303,6 +304,7 @@ class Conductor:
         self,
         plan: Plan,
         decided: Mapping[int, int],
+        owned: Collection[int],
         code: CudaCode | InterpretedCode,
         device: Device,
         policy: MeasurePolicy,
@@ -311,7 +313,7 @@ class Conductor:
     ) -> None:
         self._plan, self._code, self._device, self._policy, self._report = plan, code, device, policy, report
         self._places = {launch.id: place for place, launch in enumerate(plan.launches)}
-        self._decided = dict(decided)
+        self._decided, self._owned = dict(decided), frozenset(owned)
         self._oracles = oracles
         profile = DeviceProfile.from_json(plan.profile)
         self._resolver = Resolver(triton_api.gpu_target(profile.arch, profile.warp_size))
@@ -380,7 +382,8 @@ class Conductor:
             self._policy,
             self._oracles.get(launch.kernel.name),
         )
-        return tune(self._policy, self._report, place, launch, site)
+        decide = tune if place in self._owned else stand_in
+        return decide(self._policy, self._report, place, launch, site)
 
     def _launch(self, place: int, call: Call) -> Any:
         """Runs the winner on the trainer's own tensors, as a frozen process will."""
@@ -426,7 +429,8 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
     it is made where most of the time goes.
 
     Args:
-        job: from the builder: ``plugin``, ``section``, ``interpreted``, ``policy``, ``codes``, ``folder``.
+        job: from the builder: ``plugin``, ``section``, ``interpreted``, ``policy``, ``codes``, ``folder``,
+            ``owned``.
         plan: the plan.
         report: where everything is told.
 
@@ -448,7 +452,7 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
         session = plugin.open(spec, device="cpu" if interpreted else "cuda", seed=policy.seed)
         known = report.ready()
         device, code = _device(job, plan)
-        conductor = Conductor(plan, known.decided, code, device, policy, report, plugin.oracles(spec))
+        conductor = Conductor(plan, known.decided, job["owned"], code, device, policy, report, plugin.oracles(spec))
         conductor.met.update(dict.fromkeys(known.met))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(intercepted(conductor))

@@ -75,6 +75,11 @@ class Code:
     shape: str
     shared_bytes: int
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The digests of everything in the folder that belongs to it."""
+        return tuple(name for name in (self.binary, self.metadata, self.launcher) if name is not None)
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

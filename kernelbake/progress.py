@@ -50,6 +50,7 @@ class BuildResult:
         entries: binaries in it.
         seconds: wall time of each phase.
         device_busy_share: device-busy time over wall time of the measuring; None where nothing was measured.
+        tells: whether this process is the one that tells a person; of several ranks, one.
     """
 
     path: Path
@@ -62,3 +63,4 @@ class BuildResult:
     entries: int
     seconds: Mapping[str, float]
     device_busy_share: float | None = None
+    tells: bool = True

@@ -69,6 +69,16 @@ class State:
                 fate = Rejected(Reason.CRASH, "the machine went down while it ran")
                 yield {"kind": "outcome", "launch": launch, "candidate": candidate, "data": fate.to_json()}
 
+    def records_of(self, place: int) -> list[dict[str, Any]]:
+        """The records that tell another state what measuring found out about a launch."""
+        records: list[dict[str, Any]] = [
+            {"kind": "outcome", "launch": place, "candidate": candidate, "data": fate.to_json()}
+            for candidate, fate in sorted(self.rejected.get(place, {}).items())
+        ]
+        if place in self.decided:
+            records.append({"kind": "decided", "launch": place, "data": dict(self.decided[place])})
+        return records
+
     def fates(self, place: int) -> dict[int, Rejected]:
         """All candidates of a launch that cannot be used, those that did not compile included."""
         launch = self.plan.launches[place]
