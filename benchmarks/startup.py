@@ -40,9 +40,9 @@ class Steps:
         from kernelbake import bundle as bundles
         from kernelbake import workload
 
-        section = dict(bundles.read(bundle).manifest_resolved["workload"])
-        plugin = workload.load(section.pop("plugin"))
-        spec = plugin.parse(section)
+        wanted = bundles.read(bundle).manifest_resolved["workload"]
+        plugin = workload.load(wanted["plugin"])
+        spec = plugin.parse(wanted["section"])
         self._case = plugin.cases(spec).planned[0]
         self._session = plugin.open(spec, device="cuda", seed=0)
 

@@ -37,9 +37,14 @@ LAUNCH = "_kernelbake_launch"
 
 _PLAIN = frozenset({bool, int, str, types.NoneType})
 _CONTROL = ("grid", "warmup")
+_IMPLIED = triton_api.implied_options()
 
 
-def typed_live(item: Any) -> Typed:
+_DTYPES = {dtype: str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""The texts of torch's dtypes, which take a while to make."""
+
+
+def typed_live(item: Any) -> tuple[type, Any]:
     """The typed form of a live value, as ``lookup.typed`` gives it for the value in a bundle.
 
     Raises:
@@ -50,13 +55,15 @@ def typed_live(item: Any) -> Typed:
 
 
 def typed_items(items: Sequence[tuple[Any, Any]], options: Mapping[str, Any]) -> Typed:
-    """The typed form of what Triton's binder returned."""
-    implied = triton_api.implied_options()
-    given = sorted((name, value) for name, value in options.items() if value is not None and name not in implied)
-    return (
-        tuple((item[0], typed_live(item[1])) for item in items),
-        tuple((name, typed_live(value)) for name, value in given),
-    )
+    """The typed form of what Triton's binder returned, as ``lookup.typed_specialization`` gives it."""
+    parameters: list[Any] = []
+    for type_, key in items:
+        kind = type(key)
+        parameters += (type_, kind, key) if kind in _PLAIN else (type_, *lookup.typed(triton_api.to_value(key)))
+    given = [
+        (name, *typed_live(value)) for name, value in options.items() if value is not None and name not in _IMPLIED
+    ]
+    return tuple(parameters), frozenset(given)
 
 
 @dataclasses.dataclass
@@ -86,10 +93,14 @@ class FrozenKernel:
     fused: dict[str, Any] | None = None
     unfused: str = ""
 
-    @functools.cached_property
-    def names(self) -> list[str]:
-        """The function's parameters."""
-        return list(self.function.arg_names)
+    def __post_init__(self) -> None:
+        self.names: list[str] = list(self.function.arg_names)
+        self.autotuner = triton_api.autotuner_of(self.launchable)
+        self.key_names = sorted(self.autotuner.keys) if self.autotuner is not None else []
+        self.arg_names = sorted(self.names)
+        self.metas: dict[tuple[str, str], dict[str, Any]] = {
+            identity: config.all_kwargs() for identity, config in self.configs.items()
+        }
 
 
 class Dispatcher:
@@ -135,18 +146,21 @@ class Dispatcher:
         Raises:
             FrozenMissError: the bundle does not hold what the call needs.
         """
-        call = dict(kwargs)
         kernel = self._by_function.get(id(triton_api.innermost(launchable)))
         if kernel is None:
             raise self._miss(self._unknown(launchable))
-        if call.get("warmup"):
+        return self._launch(kernel, launchable, args, dict(kwargs))
+
+    def _launch(self, kernel: FrozenKernel, launchable: Any, args: Sequence[Any], call: dict[str, Any]) -> Any:
+        """The same, for a known kernel and a dict that may be changed."""
+        if call["warmup"]:
             raise self.refuse_warmup(kernel.held.kernel.name)
         if self._forked and not self.interpreted:
             raise self._miss(_forked(kernel.held.kernel.name))
         config = None
-        while isinstance(launchable, Autotuner | Heuristics):
+        while launchable is not kernel.function:
             if isinstance(launchable, Autotuner):
-                config, call = self._decide(kernel, launchable, args, call)
+                config = self._decide(kernel, launchable, args, call)
             else:
                 for name, heuristic in launchable.values.items():
                     call[name] = heuristic({**dict(zip(launchable.arg_names, args, strict=False)), **call})
@@ -155,45 +169,57 @@ class Dispatcher:
             return self._run_interpreted(kernel, args, call, config)
         return self._run(kernel, args, call, config)
 
-    def _decide(
-        self, kernel: FrozenKernel, autotuner: Any, args: Sequence[Any], call: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        """The config of a call and the call with it."""
+    def _decide(self, kernel: FrozenKernel, autotuner: Any, args: Sequence[Any], call: dict[str, Any]) -> Any:
+        """The config of a call, with which the call is extended."""
+        if kernel.autotuner is None or autotuner is not kernel.autotuner:
+            raise self._miss(lookup.unknown_kernel(f"{kernel.held.kernel.name} (autotuned again)", (), redefined=True))
+        given = dict(zip(autotuner.arg_names, args, strict=False))
         if triton_api.is_tuned(autotuner):
-            config = self._chosen(kernel, autotuner, args, call)
+            identity = self._chosen(kernel, args, call, {**given, **call})
+            config, meta = kernel.configs[identity], kernel.metas[identity]
         else:
             config = autotuner.configs[0]
-        meta = config.all_kwargs()
+            meta = config.all_kwargs()
         if config.pre_hook is not None:
-            config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **call, **meta})
-        return config, _merged(**call, **meta)
+            config.pre_hook({**given, **call, **meta})
+        if not meta.keys().isdisjoint(call):
+            twice = ", ".join(f"'{name}'" for name in meta if name in call)
+            raise TypeError(f"{kernel.held.kernel.qualname}() got multiple values for arguments: {twice}")
+        call.update(meta)
+        return config
 
-    def _chosen(self, kernel: FrozenKernel, autotuner: Any, args: Sequence[Any], call: Mapping[str, Any]) -> Any:
-        known = triton_api.autotuner_of(kernel.launchable)
-        if known is None or autotuner is not known:
-            raise self._miss(lookup.unknown_kernel(f"{kernel.held.kernel.name} (autotuned again)", (), redefined=True))
-        given = {**dict(zip(autotuner.arg_names, args, strict=False)), **call}
-        given = {name: value for name, value in given.items() if name in autotuner.arg_names}
+    def _chosen(
+        self, kernel: FrozenKernel, args: Sequence[Any], call: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """The id of the choice for a call; ``given`` holds all its arguments by name."""
+        values: list[Any] = []
+        dtypes: list[str] = []
         try:
-            values = [(name, typed_live(given[name])) for name in autotuner.keys if name in given]
-            dtypes = [(name, str(value.dtype)) for name, value in given.items() if hasattr(value, "dtype")]
-            choices = kernel.held.winners.get(lookup.typed_key_of(values, dtypes), ())
+            for name in kernel.key_names:
+                if name in given:
+                    values += (name, *typed_live(given[name]))
+            for name in kernel.arg_names:
+                dtype = getattr(given.get(name), "dtype", None)
+                if dtype is not None:
+                    dtypes += (name, _DTYPES.get(dtype) or str(dtype))
+            choices = kernel.held.winners.get((tuple(values), tuple(dtypes)), ())
         except TypeError as error:
             raise self._miss(_unkeyable(kernel, error)) from error
+        if len(choices) == 1:
+            return choices[0].id
+        assert kernel.autotuner is not None
         if not choices:
             _check_complete(kernel, given)
-            raise self._miss(lookup.missed_key(kernel.held, triton_api.autotune_key(autotuner, args, call)))
-        choice = choices[0]
-        if len(choices) > 1:
-            key = triton_api.autotune_key(autotuner, args, call)
-            choice = next((choice for choice in choices if choice.key == key), choice)
-        return kernel.configs[choice.id]
+        key = triton_api.autotune_key(kernel.autotuner, args, call)
+        if not choices:
+            raise self._miss(lookup.missed_key(kernel.held, key))
+        return next((choice.id for choice in choices if choice.key == key), choices[0].id)
 
     def _run(self, kernel: FrozenKernel, args: Sequence[Any], call: dict[str, Any], config: Any) -> Any:
         """Binds, finds the loaded kernel, and launches it on the device of its tensors."""
         grid = call.pop("grid")
-        call.pop("warmup", None)
-        call = triton_api.implied_arguments(kernel.function, call)
+        del call["warmup"]
+        triton_api.add_implied(kernel.function, call)
         for hook in list(kernel.function.pre_run_hooks):
             hook(*args, **call)
         bound, items, options = kernel.bind(*args, **call)
@@ -211,17 +237,13 @@ class Dispatcher:
     def _find(
         self, kernel: FrozenKernel, device: int, items: list[Any], options: Mapping[str, Any], config: Any
     ) -> Any:
-        changed = [name for name in ("debug", "instrumentation_mode", "fpsan_homomorphic_casts") if options.get(name)]
-        if changed:
-            raise self._miss(
-                FrozenMissError(
-                    f"kernel {kernel.held.kernel.name}: `{changed[0]}` is on, which needs other code; wanted it off"
-                )
-            )
         try:
             found = kernel.entries[device].get(typed_items(items, options)) if device in kernel.entries else None
-            if found is not None and _same_functions(kernel, items):
+            changed = [name for name in _IMPLIED if options.get(name)]
+            if found is not None and not changed and (not kernel.functions or _same_functions(kernel, items)):
                 return found
+            if changed:
+                raise self._miss(_other_code(kernel, changed[0]))
             wanted = triton_api.specialization(kernel.names, items, options)
         except TypeError as error:
             raise self._miss(_unkeyable(kernel, error)) from error
@@ -333,8 +355,13 @@ class Dispatcher:
     def general(self, launchable: Any) -> Callable[..., Any]:
         """A function that launches through an object on the general path: ``(grid, *args, **kwargs)``."""
 
+        kernel = self._by_function.get(id(triton_api.innermost(launchable)))
+
         def launch(grid: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return self.launch(launchable, args, {"grid": grid, "warmup": False, **kwargs})
+            if kernel is None:
+                raise self._miss(self._unknown(launchable))
+            kwargs["grid"], kwargs["warmup"] = grid, False
+            return self._launch(kernel, launchable, args, kwargs)
 
         return launch
 
@@ -345,7 +372,10 @@ class Dispatcher:
         dispatcher = self
 
         def run(launchable: Any, *args: Any, **kwargs: Any) -> Any:
-            return dispatcher.launch(launchable, args, kwargs)
+            return dispatcher.launch(launchable, args, {"warmup": False, **kwargs})
+
+        def warmup(launchable: Any, *args: Any, **kwargs: Any) -> Any:
+            raise dispatcher.refuse_warmup(triton_api.kernel_of(launchable).name)
 
         def getitem(launchable: Any, grid: Any) -> Any:
             try:
@@ -358,10 +388,12 @@ class Dispatcher:
             for level in triton_api.levels(kernel.launchable):
                 one = launch if level is kernel.launchable else self.general(level)
                 patches.set(level, LAUNCH, one)
-                patches.set(level, "run", _run_of(one, self))
+                patches.set(level, "run", _run_of(kernel, one, self))
         for kind in (Autotuner, Heuristics, JITFunction, InterpretedFunction):
             patches.set(kind, "run", run)
         patches.set(KernelInterface, "__getitem__", getitem)
+        for kind in (Autotuner, KernelInterface):
+            patches.set(kind, "warmup", warmup)
 
     def refuse_warmup(self, name: str) -> FrozenMissError:
         """The refusal of a call that would only compile."""
@@ -372,12 +404,12 @@ class Dispatcher:
         )
 
 
-def _run_of(launch: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+def _run_of(kernel: FrozenKernel, launch: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     """A ``run`` for one object; it stands before those of the object's class, whatever subclass that is."""
 
     def run(*args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         if warmup:
-            raise dispatcher.refuse_warmup(launch.__name__)
+            raise dispatcher.refuse_warmup(kernel.held.kernel.name)
         return launch(grid, *args, **kwargs)
 
     return run
@@ -392,22 +424,21 @@ def _same_functions(kernel: FrozenKernel, items: Sequence[tuple[Any, Any]]) -> b
     )
 
 
-def _merged(**kwargs: Any) -> dict[str, Any]:
-    """The keyword arguments; a name given twice is the caller's ``TypeError``, as it is in Triton."""
-    return kwargs
-
-
 def _check_complete(kernel: FrozenKernel, given: Mapping[str, Any]) -> None:
     """Raises the ``TypeError`` of a call that lacks an argument, which Triton too would find before it launches."""
     supplied = {name for level in triton_api.levels(kernel.launchable) for name in getattr(level, "values", {})}
-    autotuner = triton_api.autotuner_of(kernel.launchable)
-    if autotuner is not None:
-        supplied |= {name for config in autotuner.configs for name in config.kwargs}
+    supplied |= {name for meta in kernel.metas.values() for name in meta}
     parameters = inspect.signature(kernel.function.fn).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind != one.VAR_POSITIONAL]
     missing = [name for name in required if name not in given and name not in supplied]
     if missing:
         raise TypeError(f"{kernel.held.kernel.qualname}() misses arguments: {', '.join(map(repr, missing))}")
+
+
+def _other_code(kernel: FrozenKernel, option: str) -> FrozenMissError:
+    return FrozenMissError(
+        f"kernel {kernel.held.kernel.name}: option `{option}` is on, which needs other code; wanted it off"
+    )
 
 
 def _unkeyable(kernel: FrozenKernel, error: TypeError) -> FrozenMissError:

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kernelbake.errors import FrozenMissError
 from kernelbake.keys import AutotuneKey, Config, Kernel, Specialization, Value
@@ -19,7 +19,7 @@ from kernelbake.plan import Choice, KernelFacts, Launch, Plan, nearest_key
 Typed: TypeAlias = Hashable
 
 
-def typed(value: Value) -> Typed:
+def typed(value: Value) -> tuple[type, Any]:
     """A hashable form in which values of different types differ, and floats of different bits."""
     kind = type(value)
     if kind is tuple:
@@ -28,23 +28,19 @@ def typed(value: Value) -> Typed:
 
 
 def typed_key(key: AutotuneKey) -> Typed:
-    """The form of an autotune key."""
-    return tuple(sorted((name, typed(value)) for name, value in key.values)), frozenset(key.dtypes)
+    """The form of an autotune key: name, type and value of each argument of the key, then name and dtype, by name."""
+    values = [part for name, value in sorted(key.values, key=_first) for part in (name, *typed(value))]
+    return tuple(values), tuple(part for pair in sorted(key.dtypes) for part in pair)
 
 
-def typed_key_of(values: Iterable[tuple[str, Typed]], dtypes: Iterable[tuple[str, str]]) -> Typed:
-    """The same form, from a call's values that are in it already."""
-    return tuple(sorted(values, key=_first)), frozenset(dtypes)
-
-
-def _first(item: tuple[str, Typed]) -> str:
+def _first(item: tuple[str, Any]) -> str:
     return item[0]
 
 
 def typed_specialization(specialization: Specialization) -> Typed:
-    """The form of a specialization: (type, key) of each parameter, then the options."""
-    parameters = tuple((parameter.type, typed(parameter.key)) for parameter in specialization.parameters)
-    return parameters, tuple((name, typed(value)) for name, value in specialization.options)
+    """The form of a specialization: Triton's type, then type and value of the key, of each parameter; the options."""
+    parameters = [part for one in specialization.parameters for part in (one.type, *typed(one.key))]
+    return tuple(parameters), frozenset((name, *typed(value)) for name, value in specialization.options)
 
 
 class Counter:

@@ -896,15 +896,15 @@ def launch_hooks() -> tuple[Any, Any] | None:
     return hooks if watched else None
 
 
-def implied_arguments(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with those that ``JITFunction.run`` adds, from settings that change code."""
-    implied = {
-        "debug": kwargs.get("debug", function.debug) or knobs.runtime.debug,
-        "instrumentation_mode": knobs.compilation.instrumentation_mode,
-    }
-    if version() >= (3, 9):
-        implied["fpsan_homomorphic_casts"] = knobs.compilation.fpsan_homomorphic_casts
-    return {**kwargs, **implied}
+def add_implied(function: Any, kwargs: dict[str, Any]) -> None:
+    """Adds the keyword arguments that ``JITFunction.run`` adds, from settings that change code."""
+    kwargs["debug"] = kwargs.get("debug", function.debug) or knobs.runtime.debug
+    kwargs["instrumentation_mode"] = knobs.compilation.instrumentation_mode
+    if _ADDS_FPSAN:
+        kwargs["fpsan_homomorphic_casts"] = knobs.compilation.fpsan_homomorphic_casts
+
+
+_ADDS_FPSAN = version() >= (3, 9)
 
 
 def specializer(target: GPUTarget) -> tuple[Callable[..., tuple[Any, Any]], Any]:

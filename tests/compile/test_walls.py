@@ -85,7 +85,7 @@ WALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "triton.autotune: configs would be benchmarked",
     ),
     "warm-up of an autotuner": (lambda: kernels.tuned.warmup(X, Y, 2.0, 64, grid=(1,)), "`warmup` would compile"),
-    "warm-up of a function": (lambda: kernels.plain.warmup(X, Y, 64, BLOCK=64, grid=(1,)), "not in the bundle"),
+    "warm-up of a function": (lambda: kernels.plain.warmup(X, Y, 64, BLOCK=64, grid=(1,)), "`warmup` would compile"),
     "run with warmup": (lambda: kernels.tuned.run(X, Y, 2.0, 64, grid=(1,), warmup=True), "`warmup` would compile"),
     "C compiler": (_build, "triton: a C compiler would be run"),
     "cache read": (_cache("get_file", "a.json"), "triton cache: "),

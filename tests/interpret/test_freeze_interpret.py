@@ -17,7 +17,7 @@ from frozenlab import call
 from triton.runtime.interpreter import InterpretedFunction
 
 from kernelbake import bundle as bundles
-from kernelbake import freeze
+from kernelbake import freeze, profiles
 from kernelbake.bundle import Contents
 from kernelbake.errors import FrozenMissError, MisfitError
 
@@ -44,7 +44,8 @@ def contents(baked: lab.FakeBundle) -> Contents:
         for launch in baked.plan.launches
         for config in launch.candidates
     )
-    text, resolved = b"format: 1\nname: lab\n", {"format": 1, "name": "lab"}
+    resolved = lab.resolved("lab", profiles.load("interpreter"))
+    text = b"format: 1\nname: lab\n"
     return Contents(
         "lab", "interpreted", text, resolved, baked.fingerprint, baked.plan, baked.choices, record, entries={}
     )

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import frozenlab
+
 from kernelbake import bundle as bundles
 from kernelbake import digest, host, triton_api
 from kernelbake.bundle import Contents, Entry
@@ -108,20 +110,9 @@ class Taken:
             for choice in choices
         )
         found = host.fingerprint(profile, kernels.values(), build=True)
-        text = f"format: 1\nname: {name}\n".encode()
+        text, resolved = f"format: 1\nname: {name}\n".encode(), frozenlab.resolved(name, profile)
+        decided = tuple(choices)
         bundles.write(
-            path,
-            Contents(
-                name,
-                "measured",
-                text,
-                {"format": 1, "name": name},
-                found,
-                plan,
-                tuple(choices),
-                record,
-                entries,
-                self.libs,
-            ),
+            path, Contents(name, "measured", text, resolved, found, plan, decided, record, entries, self.libs)
         )
         return bundles.read(path)

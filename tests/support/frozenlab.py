@@ -90,6 +90,20 @@ def bake(
     return FakeBundle("lab", identity, made, found, plan, tuple(choices), entries, {})
 
 
+def resolved(name: str, profile: profiles.DeviceProfile) -> dict[str, Any]:
+    """A resolved manifest for a bundle that no manifest asked for."""
+    workload = {"plugin": "lab", "section": {}}
+    compile_ = {"line_info": False, "fp_fusion": True}
+    return {
+        "format": 1,
+        "name": name,
+        "gpu": profile.to_json(),
+        "workload": workload,
+        "measure": {},
+        "compile": compile_,
+    }
+
+
 def entry_for(launch: Launch, wanted: Any) -> Entry:
     """An entry whose code runs on the fake GPU."""
     name = launch.kernel.qualname
