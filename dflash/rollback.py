@@ -107,8 +107,8 @@ class TargetSequence:
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=positions_1T,
                 attention_mask={"full_attention": self._mask(count, device), "linear_attention": None},
-                past_key_values=self._cache,
                 use_cache=True,
+                **{_cache_argument(self._model.model): self._cache},
             ).last_hidden_state
             logits_TV = self._model.lm_head(hidden_1TE[0, -num_logits:])
         self.length += count
@@ -163,7 +163,14 @@ class TargetSequence:
         for state, before in zip(mixer.states(), mixer.before, strict=True):
             state.copy_(before)
         if count and mixer.read is not None:
-            mixer.module(hidden_states=mixer.read[:, :count], cache_params=self._cache, attention_mask=None)
+            cached = {_cache_argument(mixer.module): self._cache}
+            mixer.module(hidden_states=mixer.read[:, :count], attention_mask=None, **cached)
+
+
+def _cache_argument(module: torch.nn.Module) -> str:
+    """How a module names its cache; newer versions of transformers have one name for all."""
+    known = inspect.signature(type(module).forward).parameters
+    return next(name for name in ("cache", "cache_params", "past_key_values") if name in known)
 
 
 def _step_in_torch_on_cpu(module: Any) -> None:
