@@ -41,7 +41,7 @@ def forward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
     if capability is None:
         return [_forward(64, 32, 4, 1), _forward(128, 64, 4, 1)]
     if capability[0] == 9:
-        return [_forward(128, 128, 8, 2), _forward(128, 64, 8, 3), _forward(64, 64, 4, 3)]
+        return [_forward(128, 128, 8, 3), _forward(128, 64, 8, 3), _forward(64, 64, 4, 3)]
     if capability[0] == 10:
         return [_forward(128, 64, 8, 3), _forward(64, 64, 4, 3)]
     return [_forward(128, 32, 8, 2), _forward(128, 64, 8, 2), _forward(64, 64, 4, 2)]
@@ -52,11 +52,7 @@ def backward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
     if capability is None:
         return [_backward((64, 32), (64, 32), 4, 1), _backward((128, 64), (64, 128), 4, 1)]
     if capability[0] == 9:
-        return [
-            _backward((128, 64), (64, 128), 8, 2),
-            _backward((128, 128), (64, 128), 8, 2),
-            _backward((128, 64), (64, 64), 8, 3),
-        ]
+        return [_backward((128, 64), (64, 128), 8, 3), _backward((64, 64), (64, 64), 4, 2)]
     if capability[0] == 10:
         return [_backward((128, 64), (64, 128), 8, 2), _backward((128, 64), (64, 64), 8, 3)]
     return [_backward((64, 32), (32, 64), 4, 2), _backward((64, 64), (64, 64), 8, 1)]
