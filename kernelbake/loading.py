@@ -141,7 +141,9 @@ def load_entry(entry: Entry, device: int, libraries: Libraries | None = None, la
     from kernelbake import triton_api
 
     kernel = _prepared(entry, libraries, triton_api.find(entry.kernel) if launchable is None else launchable)
-    with triton_api.device_access().switch(device):
+    access = triton_api.device_access()
+    with access.switch(device):
+        access.ready(device)
         kernel.load(device)
     return kernel
 
@@ -201,7 +203,9 @@ def _load_on(device: int, waiting: queue.SimpleQueue[tuple[str, Any] | None]) ->
     from kernelbake import triton_api
 
     found: dict[str, Any] = {}
-    with triton_api.device_access().switch(device):
+    access = triton_api.device_access()
+    with access.switch(device):
+        access.ready(device)
         while (item := waiting.get()) is not None:
             identity, kernel = item
             try:

@@ -836,12 +836,14 @@ class DeviceAccess:
         current: the thread's current device.
         stream: the thread's current stream of a device.
         switch: a context in which a device is the current one.
+        ready: makes the context of the current device, which is given, and the thread's.
         on_tensors: whether a tensor says on which device it lies; else all lie on the current one.
     """
 
     current: Callable[[], int]
     stream: Callable[[int], int]
     switch: Callable[[int], contextlib.AbstractContextManager[Any]]
+    ready: Callable[[int], None]
     on_tensors: bool
 
 
@@ -851,7 +853,9 @@ def device_access() -> DeviceAccess:
 
     active = triton.runtime.driver.active
     if isinstance(active, nvidia.CudaDriver) and torch.cuda.is_available():
-        return DeviceAccess(torch._C._cuda_getDevice, active.get_current_stream, torch.cuda.device, True)
+        torch.cuda.init()
+        current, ready = torch._C._cuda_getDevice, torch.cuda.synchronize
+        return DeviceAccess(current, active.get_current_stream, torch.cuda.device, ready, True)
 
     @contextlib.contextmanager
     def switch(device: int) -> Iterator[None]:
@@ -863,7 +867,7 @@ def device_access() -> DeviceAccess:
             active.set_current_device(before)
 
     on_tensors = active.get_active_torch_device().type == "cuda"
-    return DeviceAccess(active.get_current_device, active.get_current_stream, switch, on_tensors)
+    return DeviceAccess(active.get_current_device, active.get_current_stream, switch, lambda device: None, on_tensors)
 
 
 # ---------------------------------------------------------------------------------------------- hooks and settings

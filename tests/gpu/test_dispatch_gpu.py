@@ -192,6 +192,7 @@ def test_eight_threads_launch_four_kernels_without_a_wrong_bit(frozen: freeze.Fr
         own, wrong = Work(), []
         own.x.fill_(index + 1.0)
         stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
         barrier.wait()
         with torch.cuda.stream(stream):
             counted = torch.zeros_like(own.x)

@@ -43,6 +43,7 @@ def use_stand_in(path: str) -> ctypes.CDLL:
         backend.driver.is_active = staticmethod(lambda active=active: active)
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
+    torch.cuda.init = torch.cuda.synchronize = lambda *args: None
     torch._C._cuda_getDevice = lambda: 0
     functions = {
         "get_current_device": lambda: 0,
