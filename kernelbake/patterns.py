@@ -148,7 +148,7 @@ class _View:
         if isinstance(type_, str) and type_.startswith("*") and not argument.annotation:
             dtype = self._dtypes.get(f"*{type_.removeprefix('*k').removeprefix('*')}")
             if dtype is not None:
-                return Pointer(dtype, None if key is None else key == "D")
+                return Pointer(dtype, key == "D" if key is not None and argument.special[2] else None)
         kind = _NUMBERS.get(str(type_)) or _NUMBERS["fp32" if str(type_)[:2] in ("fp", "bf") else "i32"]
         if isinstance(type_, str) and (type_ in _NUMBERS or argument.annotation == type_):
             return Number(kind, (type_, key), value)

@@ -234,10 +234,12 @@ def test_every_difference_of_the_machine_is_listed(gpu: fakegpu.FakeDriver, monk
     bundle = lab.bake([TUNED])
     other = dataclasses.replace(lab.PROFILE, name="NVIDIA H100 80GB HBM3", capability=(12, 0), sm_count=114)
     values = {field.name: field.value for field in bundle.fingerprint.fields}
-    bundle.fingerprint = Fingerprint.of({**values, "triton.version": "3.5.0", "torch.version": "2.0"})
+    bundle.fingerprint = Fingerprint.of(
+        {**values, "triton.version": "3.5.0", "torch.version": "2.0", "python.abi": "cpython-39"}
+    )
     error = _misfit(bundle, monkeypatch, profile_of=lambda device: other)
     assert [reason.split(":")[1].strip() for reason in error.reasons] == [
-        "gpu.capability", "gpu.device", "gpu.sm_count", "triton.version",
+        "gpu.capability", "gpu.device", "gpu.sm_count", "python.abi", "triton.version",
     ]  # fmt: skip
     assert error.reasons[0] == "device 0: gpu.capability: here `120a`; bundle: `90a`"
     assert error.exit_code == 4
