@@ -19,13 +19,17 @@ class Device(Protocol):
     """Where candidates run, and the clock that goes with it.
 
     Attributes:
-        busy_ms: time for which the device was kept busy by samples, flushes and warm-up.
+        busy_ms: time for which the device was kept busy by candidates, copies, flushes and comparisons.
     """
 
     busy_ms: float
 
     def wait(self) -> None:
         """Until everything that was launched has ended; raises what it ended with."""
+        ...
+
+    def run(self, action: Callable[[], None]) -> None:
+        """Does something and waits for its end; the time in between counts as busy."""
         ...
 
     def times(self, before: Callable[[], None], launch: Callable[[], None], count: int, *, cold: bool) -> list[float]:
@@ -54,6 +58,14 @@ class CudaDevice:
 
     def wait(self) -> None:
         torch.cuda.synchronize()
+
+    def run(self, action: Callable[[], None]) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        action()
+        end.record()
+        torch.cuda.synchronize()
+        self.busy_ms += start.elapsed_time(end)
 
     def times(self, before: Callable[[], None], launch: Callable[[], None], count: int, *, cold: bool) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
@@ -92,6 +104,11 @@ class CpuDevice:
 
     def wait(self) -> None:
         """Nothing is under way."""
+
+    def run(self, action: Callable[[], None]) -> None:
+        start = time.perf_counter_ns()
+        action()
+        self.busy_ms += (time.perf_counter_ns() - start) / 1e6
 
     def times(self, before: Callable[[], None], launch: Callable[[], None], count: int, *, cold: bool) -> list[float]:
         times = []

@@ -119,8 +119,16 @@ class InterpretedCode:
 
 @dataclasses.dataclass
 class _Candidate:
-    """A candidate at a site, ready to run on the working copies."""
+    """A candidate at a site, ready to run on the working copies.
 
+    Args:
+        hook: what its config runs before each launch.
+        before: first contents for whatever was written, then the hook.
+        launch: the launch.
+        estimate_ms: how long it takes, once that was seen.
+    """
+
+    hook: Callable[[], None]
     before: Callable[[], None]
     launch: Callable[[], Any]
     estimate_ms: float | None = None
@@ -177,7 +185,7 @@ class LiveSite:
         worst, same_bits = Difference(0.0), True
         for _ in range(self._policy.repeats - 1):
             self._run(ready)
-            again = arguments.contents(arguments.changed())
+            again = arguments.contents(changed)
             if not arguments.same_bits(again, first):
                 same_bits = False
                 found = arguments.difference(Result(again, {}), Result(first, {}))
@@ -228,12 +236,13 @@ class LiveSite:
         return self._device.times(ready.before, ready.launch, count, cold=True)
 
     def _run(self, ready: _Candidate, *, restored: bool = False) -> None:
-        """Once, from the first contents of all arguments, and waits for the end."""
-        if not restored:
-            self._arguments.restore()
-        ready.before()
-        ready.launch()
-        self._device.wait()
+        """Once, from the first contents of all arguments unless they are set already, and waits for the end."""
+
+        def action() -> None:
+            (ready.hook if restored else ready.before)()
+            ready.launch()
+
+        self._device.run(action)
         if self._arguments.strayed():
             raise Failed(Rejected(Reason.WRONG, "it writes outside of its arguments"))
 
@@ -250,10 +259,7 @@ class LiveSite:
                 self._arguments.restore()
                 hook()
 
-            self._ready[candidate] = _Candidate(
-                before if hook is not _nothing else self._arguments.restore,
-                functools.partial(runner, args, kwargs, bound),
-            )
+            self._ready[candidate] = _Candidate(hook, before, functools.partial(runner, args, kwargs, bound))
         return self._ready[candidate]
 
 
@@ -298,6 +304,10 @@ class Conductor:
         owned: places of the launches to decide here; others take what works.
         code, device, policy, report: as in ``LiveSite`` and ``tune``.
         oracles: by kernel name.
+
+    Attributes:
+        met: launch and variant of every call so far, by their places.
+        tuning_ms: wall time spent on tuning; the rest of the steps goes to running them.
     """
 
     def __init__(
@@ -320,7 +330,7 @@ class Conductor:
         self._variants = [_variants(launch) for launch in plan.launches]
         self._unplanned: dict[str, None] = {}
         self.met: dict[tuple[int, int], None] = {}
-        """Launch and variant of every call so far, by their places."""
+        self.tuning_ms = 0.0
 
     def __call__(self, original: Any, launchable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         rest = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
@@ -372,6 +382,7 @@ class Conductor:
         return resolved
 
     def _tune(self, place: int, call: Call) -> int:
+        start = time.perf_counter()
         launch = self._plan.launches[place]
         site = LiveSite(
             launch,
@@ -383,7 +394,9 @@ class Conductor:
             self._oracles.get(launch.kernel.name),
         )
         decide = tune if place in self._owned else stand_in
-        return decide(self._policy, self._report, place, launch, site)
+        winner = decide(self._policy, self._report, place, launch, site)
+        self.tuning_ms += (time.perf_counter() - start) * 1e3
+        return winner
 
     def _launch(self, place: int, call: Call) -> Any:
         """Runs the winner on the trainer's own tensors, as a frozen process will."""
@@ -435,7 +448,7 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
         report: where everything is told.
 
     Returns:
-        ``busy_ms`` and ``wall_ms`` of the measuring.
+        ``busy_ms`` of the device and ``wall_ms`` of the tuning.
 
     Raises:
         BuildError: as ``tune``, and for a launch outside the plan, or a planned one that no step makes.
@@ -456,20 +469,18 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
         conductor.met.update(dict.fromkeys(known.met))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(intercepted(conductor))
-        start = time.perf_counter()
         for case in reversed(plan.cases):
             if case.id not in known.cases:
                 session.step(case)
                 device.wait()
                 conductor.check_planned()
                 report.case_done(case.id, conductor.met)
-        wall_ms = (time.perf_counter() - start) * 1e3
     missing = conductor.never_met()
     if missing:
         raise PlanMismatchError(
             f"measure: {len(missing)} planned launches are made by no step; wanted all of them", reasons=missing
         )
-    return {"busy_ms": device.busy_ms, "wall_ms": wall_ms}
+    return {"busy_ms": device.busy_ms, "wall_ms": conductor.tuning_ms}
 
 
 def _device(job: Mapping[str, Any], plan: Plan) -> tuple[Device, CudaCode | InterpretedCode]:

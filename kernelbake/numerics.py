@@ -74,6 +74,15 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
+def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one != other).any()
+
+
+def _wait(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """The values of flags on one device, waited for once."""
+    return torch.stack(list(flags)).tolist() if flags else []
+
+
 def _window(storage: torch.UntypedStorage, dtype: torch.dtype, offset_bytes: int, shape: Any, stride: Any) -> Any:
     itemsize = torch.empty(0, dtype=dtype).element_size()
     empty = torch.empty(0, dtype=dtype, device=storage.device)
@@ -101,8 +110,9 @@ class Extent:
     def restore(self) -> None:
         self.work.copy_(self.live)
 
-    def changed(self) -> bool:
-        return not torch.equal(self.work, self.live)
+    def changed(self) -> torch.Tensor:
+        """Whether any byte differs from the trainer's, as a tensor that nobody has waited for."""
+        return _differ(self.work, self.live)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The working copy of a tensor that lies in this range."""
@@ -124,12 +134,13 @@ class Extent:
         inside = mask[self._shift : self._shift + self.end - self.start]
         self.covered = None if bool(inside.all()) else inside
 
-    def strayed(self) -> bool:
-        """Whether bytes changed that belong to no argument."""
+    def strayed(self) -> torch.Tensor:
+        """Whether bytes changed that belong to no argument, as a tensor that nobody has waited for."""
         before, after = self._buffer[: self._shift], self._buffer[self._shift + self.end - self.start :]
-        if bool((before != _GUARD_FILL).any()) or bool((after != _GUARD_FILL).any()):
-            return True
-        return self.covered is not None and bool(((self.work != self.live) & (self.covered == 0)).any())
+        found = (before != _GUARD_FILL).any() | (after != _GUARD_FILL).any()
+        if self.covered is not None:
+            found |= ((self.work != self.live) & (self.covered == 0)).any()
+        return found
 
     def mend(self) -> None:
         """Fills the guard bands again."""
@@ -233,18 +244,20 @@ class Arguments:
 
     def changed(self) -> list[int]:
         """Positions of the tensors that differ from the trainer's; remembers them for ``restore``."""
-        touched = {index for index, extent in enumerate(self._extents) if extent.changed()}
+        flags = _wait([extent.changed() for extent in self._extents])
+        touched = {index for index, changed in enumerate(flags) if changed}
         self._written |= touched
-        return [
+        suspects = [
             position
-            for position, (live, work) in enumerate(zip(self.live, self.work, strict=True))
+            for position, live in enumerate(self.live)
             if any(self._lies_in(live, self._extents[index]) for index in touched)
-            and not torch.equal(bits(live), bits(work))
         ]
+        flags = _wait([_differ(bits(self.live[position]), bits(self.work[position])) for position in suspects])
+        return [position for position, changed in zip(suspects, flags, strict=True) if changed]
 
     def strayed(self) -> bool:
         """Whether a run has written where no argument is; the guard bands are mended."""
-        strayed = [extent.strayed() for extent in self._extents]
+        strayed = _wait([extent.strayed() for extent in self._extents])
         for extent, found in zip(self._extents, strayed, strict=True):
             if found:
                 extent.mend()
@@ -281,7 +294,7 @@ class Arguments:
 
     def same_bits(self, one: Mapping[int, torch.Tensor], other: Mapping[int, torch.Tensor]) -> bool:
         """Whether two contents of the same tensors are equal to the last bit, NaNs included."""
-        return one.keys() == other.keys() and all(torch.equal(bits(one[p]), bits(other[p])) for p in one)
+        return one.keys() == other.keys() and not any(_wait([_differ(bits(one[p]), bits(other[p])) for p in one]))
 
     def difference(self, one: Result, other: Result) -> Difference:
         """How far one result is from another; they agree within the tolerance or the detail says where they do not."""
@@ -353,25 +366,16 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, name: s
     """
     if found.shape != wanted.shape:
         return Difference(math.inf, f"`{name}` has shape {tuple(found.shape)}; wanted {tuple(wanted.shape)}")
+    if found.dtype == wanted.dtype and not _wait([_differ(bits(found), bits(wanted))])[0]:
+        return Difference(0.0)
     if not found.dtype.is_floating_point:
         wrong = int((found != wanted).sum())
-        return Difference(math.inf, f"{wrong} elements of `{name}` differ") if wrong else Difference(0.0)
-    one, other = found.reshape(-1), wanted.reshape(-1)
-    squares = [_finite(part).square().sum() for part in other.split(_CHUNK)]
-    norm = math.sqrt(float(sum(squares))) if squares else 0.0
-    rms = norm / math.sqrt(max(1, other.numel()))
-    total = largest = 0.0
-    for mine, theirs in zip(one.split(_CHUNK), other.split(_CHUNK), strict=True):
-        a, b = mine.double(), theirs.double()
-        both = torch.isfinite(a) & torch.isfinite(b)
-        odd = int((~both & ~((a == b) | (a.isnan() & b.isnan()))).sum())
-        if odd:
-            return Difference(math.inf, f"{odd} elements of `{name}` are finite in one and not in the other")
-        gap = torch.where(both, (a - b).abs(), 0.0)
-        total += float(gap.square().sum())
-        size = torch.where(both, b.abs(), 0.0) + rms
-        largest = max(largest, float((gap / size.clamp_min(5e-324)).max()) if gap.numel() else 0.0)
-    error = math.sqrt(total) / norm if norm else (0.0 if total == 0.0 else math.inf)
+        return Difference(math.inf, f"{wrong} elements of `{name}` differ")
+    squares, gaps, largest, odd = _measured(found.reshape(-1), wanted.reshape(-1))
+    if odd:
+        return Difference(math.inf, f"{odd} elements of `{name}` are finite in one and not in the other")
+    norm = math.sqrt(squares)
+    error = math.sqrt(gaps) / norm if norm else (0.0 if gaps == 0.0 else math.inf)
     if error > tolerance:
         return Difference(error, f"`{name}` is off by {error:.2e} of its norm; allowed {tolerance:.0e}")
     if largest > tolerance * _ELEMENT_FACTOR:
@@ -379,5 +383,24 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, name: s
     return Difference(error)
 
 
-def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double().nan_to_num(0.0, 0.0, 0.0)
+def _measured(found: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float, float, int]:
+    """``‖b‖²``, ``‖a − b‖²``, the largest ``|a − b| / (|b| + rms(b))``, and how many are finite in one only.
+
+    In float32 for everything narrower: sums over a chunk are made pairwise and added up in double.
+    """
+    work = torch.float64 if torch.float64 in (found.dtype, wanted.dtype) else torch.float32
+    tiny = torch.finfo(work).tiny
+    parts = []
+    for one, other in zip(found.split(_CHUNK), wanted.split(_CHUNK), strict=True):
+        a, b = one.to(work), other.to(work)
+        both = torch.isfinite(a) & torch.isfinite(b)
+        odd = ~both & ~((a == b) | (a.isnan() & b.isnan()))
+        gap, size = torch.where(both, (a - b).abs(), 0.0), torch.where(both, b.abs(), 0.0)
+        parts.append((size.square().sum(), gap.square().sum(), odd.sum(), gap, size))
+    squares = float(torch.stack([part[0].double() for part in parts]).sum())
+    rms = math.sqrt(squares / found.numel())
+    ratios = [(gap / (size + rms).clamp_min(tiny)).max().double() for _, _, _, gap, size in parts]
+    gaps = torch.stack([part[1].double() for part in parts]).sum()
+    odd = torch.stack([part[2] for part in parts]).sum()
+    total, largest, number = torch.stack([gaps, torch.stack(ratios).max(), odd.double()]).tolist()
+    return squares, total, largest, int(number)

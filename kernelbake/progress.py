@@ -49,7 +49,7 @@ class BuildResult:
         bundle_bytes: size of the file.
         entries: binaries in it.
         seconds: wall time of each phase.
-        device_busy_share: device-busy time over wall time of the measuring; None where nothing was measured.
+        device_busy_share: device-busy time over wall time of all tuning; None where nothing was measured.
         tells: whether this process is the one that tells a person; of several ranks, one.
     """
 

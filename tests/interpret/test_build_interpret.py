@@ -99,10 +99,18 @@ def test_a_candidate_that_writes_past_its_output_is_rejected(built: tuple[bundle
 
 
 def test_a_candidate_that_leaves_elements_unwritten_is_rejected(built: tuple[bundle.Bundle, list[Event]]) -> None:
-    """The output holds the right values before the launch, so that only poison tells."""
+    """The output holds the right values before the launch, in all but its first element, so that only poison tells."""
     fates = _fates(built[0], "leaves_gaps_at_64")
     detail = "leaves 50 of 100 elements of `y` unwritten"
     assert (fates[64]["outcome"], fates[64]["detail"]) == ("wrong-result", detail)
+
+
+def test_poison_tells_even_where_nothing_changes(tmp_path: Path) -> None:
+    output = tmp_path / "bundle.tar"
+    _build(output, ["repeats_itself"], sizes=(100,))
+    assert (
+        _fates(bundle.read(output), "leaves_gaps_at_64")[64]["detail"] == "leaves 50 of 100 elements of `y` unwritten"
+    )
 
 
 def test_an_absent_and_a_present_argument_are_both_baked(built: tuple[bundle.Bundle, list[Event]]) -> None:

@@ -65,9 +65,17 @@ def _launch_copy(name: str) -> Any:
         import toykernels
 
         output = x.clone() if name == "leaves_gaps_at_64" else torch.zeros_like(x)
+        output[0] = 0.0
         getattr(toykernels, name)[_grid(n)](x, output, n)
 
     return launch
+
+
+def _launch_repeat(x: Any, n: Any) -> None:
+    """Into an output that holds the result already, to the last element."""
+    import toykernels
+
+    toykernels.leaves_gaps_at_64[_grid(n)](x, x.clone(), n)
 
 
 _LAUNCHES = {
@@ -78,6 +86,7 @@ _LAUNCHES = {
     "strays_at_64": _launch_copy("strays_at_64"),
     "leaves_gaps_at_64": _launch_copy("leaves_gaps_at_64"),
     "mostly_wrong": _launch_copy("mostly_wrong"),
+    "repeats_itself": _launch_repeat,
 }
 
 
