@@ -395,7 +395,7 @@ def _configs(held: Bundle, one: Held, launchable: Any) -> dict[tuple[str, str], 
     if autotuner is None:
         return {}
     tuned = triton_api.is_tuned(autotuner)
-    live = {triton_api.config_of(config): config for config in reversed(autotuner.configs)}
+    live = triton_api.live_configs(autotuner)
     found = {}
     for choice in one.choices:
         if tuned and choice.key is None:

@@ -229,16 +229,9 @@ def config_of(config: triton.Config) -> Config:
     return Config(meta, config.num_warps, config.num_stages, config.num_ctas, config.maxnreg)
 
 
-def live_config(autotuner: Autotuner, config: Config) -> triton.Config:
-    """The autotuner's own config of that value, which carries its ``pre_hook``.
-
-    Raises:
-        LookupError: the kernel no longer offers it, as a config or through its pruning.
-    """
-    for candidate in autotuner.configs:
-        if config_of(candidate) == config:
-            return candidate
-    raise LookupError(f"{kernel_of(autotuner).name}: config `{config}` is not among the kernel's own")
+def live_configs(autotuner: Autotuner) -> dict[Config, triton.Config]:
+    """The autotuner's own configs by value; they carry the ``pre_hook``. Of equal ones, the first."""
+    return {config_of(config): config for config in reversed(autotuner.configs)}
 
 
 # ---------------------------------------------------------------------------------------------- autotune keys
