@@ -7,16 +7,18 @@ rules out duplicate names, infinities, other spacing and other spellings of a nu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from kernelbake import digest, fingerprint, keys
 from kernelbake.outcome import OK, Reason
+from kernelbake.rules import MAX_VIOLATIONS
 
 MAX_DEPTH = 32
 """Deepest nesting of a document."""
-MAX_VALUES = 4_000_000
+MAX_VALUES = 1_000_000
 """Most values in a document."""
 
 
@@ -79,10 +81,11 @@ def _why_not_canonical(text: str) -> str:
     duplicates: list[str] = []
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        built = dict(pairs)
-        if len(built) < len(pairs):
-            names = [name for name, _ in pairs]
-            duplicates.extend(name for name in built if names.count(name) > 1)
+        built: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in built and not duplicates:
+                duplicates.append(name)
+            built[name] = value
         return built
 
     json.loads(text, object_pairs_hook=build)
@@ -108,8 +111,8 @@ class Shape:
     faults: Callable[[Any, str], Faults]
 
     def check(self, value: Any) -> list[tuple[str, str]]:
-        """Everything that is wrong with a value; empty if it fits."""
-        return [] if self.fits(value) else list(self.faults(value, ""))
+        """What is wrong with a value, up to as much as is ever shown; empty if it fits."""
+        return [] if self.fits(value) else list(itertools.islice(self.faults(value, ""), MAX_VIOLATIONS))
 
 
 def _found(value: Any) -> str:

@@ -128,8 +128,11 @@ except ViolationsError as error:
         "a deep list in plan.json",
         "a deep object in plan.json",
         "an open list in plan.json",
-        "five million values in plan.json",
+        "two million values in plan.json",
+        "as many lists as fit in plan.json",
         "a deep list in index.json",
+        "a hundred thousand names and one twice in plan.json",
+        "plan: half a million faults",
         "a million members in the archive",
     ],
 )

@@ -34,13 +34,16 @@ _BAD_JSON: dict[str, bytes] = {
     "an escape without need": b'{"a":"\\u0041"}',
     "something behind": b'{"a":1}{"a":1}',
     "nothing": b"",
-    "five million values": b"[" + b"0," * 5_000_000 + b"0]",
+    "two million values": b"[" + b"0," * 2_000_000 + b"0]",
+    "as many lists as fit": b"[" + b"[]," * 499_990 + b"[]]",
+    "a hundred thousand names and one twice": b"{" + b"".join(b'"%d":0,' % n for n in range(100_000)) + b'"7":0}',
 }
 
 for _what, _text in _BAD_JSON.items():
     for _target in ("plan.json", "choices.json"):
+        _rule = {"plan.json": Rule.PLAN, "choices.json": Rule.CHOICES}[_target] if "fit" in _what else Rule.STRICT_JSON
 
-        @attack(f"{_what} in {_target}", Rule.STRICT_JSON, place=_target)
+        @attack(f"{_what} in {_target}", _rule, place=_target)
         def _(forged: Forged, target: str = _target, text: bytes = _text) -> None:
             forged.files[target] = text
 

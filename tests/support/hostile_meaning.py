@@ -120,7 +120,7 @@ _table("a value of no type", lambda table: table["parameters"][0].__setitem__(2,
 
 def _grow(table: dict[str, Any]) -> None:
     table["parameters"].append(["z" * 10_000, "i32", None])
-    table["rows"][-1][1] += [len(table["parameters"]) - 1] * 1_000_000
+    table["rows"][-1][1] += [len(table["parameters"]) - 1] * 100_000
 
 
 _table("a text that grows without end", _grow, "characters when written out")
@@ -170,6 +170,9 @@ _document(
 _document("plan: a candidate less", Rule.PLAN, "plan.json", lambda plan: _first(plan)["candidates"].pop(), "candidate")
 _document(
     "plan: tuned without a key", Rule.PLAN, "plan.json", lambda plan: _first(plan).update(key=None), "without a key"
+)
+_document(
+    "plan: half a million faults", Rule.PLAN, "plan.json", lambda plan: plan.update(cases=[0] * 500_000), "cases.99"
 )
 _document("plan: a launch twice", Rule.PLAN, "plan.json", lambda plan: plan["launches"].append(_first(plan)), "twice")
 _document("plan: unsorted", Rule.PLAN, "plan.json", lambda plan: plan["launches"].reverse(), "sorted")
