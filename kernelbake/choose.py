@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from kernelbake.errors import BuildError
@@ -208,41 +208,59 @@ class Difference:
 @dataclasses.dataclass
 class _Group(Generic[Output]):
     output: Output
-    names: list[str]
+    members: dict[str, Difference]
 
 
-def agreement(
-    outputs: Mapping[str, Output], difference: Callable[[Output, Output], Difference]
-) -> tuple[dict[str, Difference], dict[str, Difference]]:
-    """Splits candidates into those of the largest group whose outputs agree, and the others.
+class Agreement(Generic[Output]):
+    """Groups of candidates whose outputs agree. Only the first output of each group is kept, since outputs are large.
 
-    Every candidate is compared with the first one of each group, in the order of their tokens, and joins the first
-    group that it agrees with.
+    Candidates have to be added in the order of their tokens, so that the groups do not depend on anything else.
 
     Args:
-        outputs: by token; of candidates with different code.
         difference: how far its first argument is from its second.
-
-    Returns:
-        The differences from the first member of the largest group, of those inside and of those outside it.
-
-    Raises:
-        BuildError: there is more than one candidate and no group is larger than all others, or none has two members.
     """
-    groups: list[_Group[Output]] = []
-    for name in sorted(outputs):
-        for group in groups:
-            if difference(outputs[name], group.output).agrees:
-                group.names.append(name)
-                break
-        else:
-            groups.append(_Group(outputs[name], [name]))
-    sizes = sorted((len(group.names) for group in groups), reverse=True)
-    if len(outputs) > 1 and (sizes[0] < 2 or sizes[:2] == [sizes[0]] * 2):
-        raise BuildError(
-            f"{len(outputs)} candidates give {len(groups)} different results, of which none is most frequent"
-        )
-    largest = max(groups, key=lambda group: len(group.names))
-    differences = {name: difference(outputs[name], largest.output) for name in sorted(outputs)}
-    inside = {name: differences[name] for name in largest.names}
-    return inside, {name: found for name, found in differences.items() if name not in inside}
+
+    def __init__(self, difference: Callable[[Output, Output], Difference]) -> None:
+        self._difference = difference
+        self._groups: list[_Group[Output]] = []
+
+    def add(self, name: str, output: Output) -> None:
+        """Puts a candidate into the first group that it agrees with, or into a new one."""
+        for group in self._groups:
+            found = self._difference(output, group.output)
+            if found.agrees:
+                group.members[name] = found
+                return
+        self._groups.append(_Group(output, {name: Difference(0.0)}))
+
+    def first(self, name: str) -> Output:
+        """The output of the first candidate of a candidate's group."""
+        return next(group.output for group in self._groups if name in group.members)
+
+    def against_first(self) -> dict[str, str]:
+        """For each candidate, how it differs from the very first one, in words."""
+        found = {}
+        for group in self._groups:
+            text = self._difference(group.output, self._groups[0].output).detail or "as the first"
+            found.update(dict.fromkeys(group.members, text))
+        return found
+
+    def split(self) -> tuple[dict[str, Difference], dict[str, Difference]]:
+        """Those of the largest group, and the others; each with its difference from the largest group's first member.
+
+        Of a member of another group, the difference of that group's first member is given.
+
+        Raises:
+            BuildError: there is more than one candidate and no group is larger than all others, or none has two.
+        """
+        sizes = sorted((len(group.members) for group in self._groups), reverse=True)
+        if sum(sizes) > 1 and (sizes[0] < 2 or sizes[:2] == [sizes[0]] * 2):
+            raise BuildError(
+                f"{sum(sizes)} candidates give {len(sizes)} different results, of which none is most frequent"
+            )
+        largest = max(self._groups, key=lambda group: len(group.members))
+        outside = {}
+        for group in self._groups:
+            if group is not largest:
+                outside.update(dict.fromkeys(group.members, self._difference(group.output, largest.output)))
+        return dict(largest.members), dict(sorted(outside.items()))

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from kernelbake.choose import Difference, InvalidTimeError, Policy, Race, Times, agreement, checked_samples
+from kernelbake.choose import Agreement, Difference, InvalidTimeError, Policy, Race, Times, checked_samples
 from kernelbake.errors import BuildError
 from kernelbake.outcome import OK, Reason, Rejected, one_line
 from kernelbake.plan import Launch
@@ -119,6 +119,7 @@ class _Tuning:
         self._tokens = {config.token: index for index, config in enumerate(launch.candidates)}
         self._fates: dict[int, Rejected] = dict(report.rejected(place))
         self._same: dict[str, list[str]] = {}
+        self._agreement: Agreement[Any] = Agreement(site.difference)
 
     def run(self) -> int:
         checked = self._check()
@@ -137,14 +138,9 @@ class _Tuning:
                 continue
             self._report.start(self._place, self._tokens[token])
             found = self._attempt(token, self._site.check)
-            if found is None:
-                continue
-            if found.repeated.agrees and (found.expected is None or found.expected.agrees):
+            if found is not None and self._trusted(token, found):
                 self._report.outcome(self._place, self._tokens[token], {"outcome": OK})
                 return self._tokens[token]
-            wrong = found.repeated if not found.repeated.agrees else found.expected
-            assert wrong is not None
-            self._reject(token, _because(Reason.UNREPEATABLE if wrong is found.repeated else Reason.WRONG, wrong))
         raise self._nobody()
 
     # ------------------------------------------------------------------------------------------ one candidate
@@ -191,9 +187,20 @@ class _Tuning:
             first[identity] = token
             self._report.start(self._place, self._tokens[token])
             found = self._attempt(token, self._site.check)
-            if found is not None:
-                checked[token] = found
+            if found is not None and self._trusted(token, found):
+                self._agreement.add(token, found.output)
+                checked[token] = dataclasses.replace(found, output=None)
         return checked
+
+    def _trusted(self, token: str, found: Checked) -> bool:
+        """Whether a candidate repeats itself and agrees with the oracle; else it is rejected."""
+        if not found.repeated.agrees:
+            self._reject(token, _because(Reason.UNREPEATABLE, found.repeated))
+        elif found.expected is not None and not found.expected.agrees:
+            self._reject(token, _because(Reason.WRONG, found.expected))
+        else:
+            return True
+        return False
 
     def _follow(self, leader: str, token: str) -> None:
         """A candidate with the code of another shares its fate and is not run."""
@@ -204,21 +211,13 @@ class _Tuning:
             self._report.outcome(self._place, self._tokens[token], fate.to_json())
 
     def _judge(self, checked: dict[str, Checked]) -> dict[str, Difference]:
-        """Those whose results can be trusted, with their distance from the reference."""
-        trusted: dict[str, Checked] = {}
-        for token, found in checked.items():
-            if not found.repeated.agrees:
-                self._reject(token, _because(Reason.UNREPEATABLE, found.repeated))
-            elif found.expected is not None and not found.expected.agrees:
-                self._reject(token, _because(Reason.WRONG, found.expected))
-            else:
-                trusted[token] = found
-        if not trusted:
+        """Those whose results can be believed, with their distance from the reference."""
+        if not checked:
             return {}
-        accepted = self._agreeing(trusted)
-        if any(trusted[token].same_bits for token in accepted):
-            for token in [token for token in accepted if not trusted[token].same_bits]:
-                error = trusted[token].repeated.error
+        accepted = self._agreeing(checked)
+        if any(checked[token].same_bits for token in accepted):
+            for token in [token for token in accepted if not checked[token].same_bits]:
+                error = checked[token].repeated.error
                 detail = f"two runs on equal inputs differ by {error:.2e} of the norm, and other candidates repeat"
                 self._reject(token, Rejected(Reason.UNREPEATABLE, detail, _finite(error)))
                 del accepted[token]
@@ -227,16 +226,15 @@ class _Tuning:
                 self._report.outcome(self._place, self._tokens[name], {"outcome": OK})
         return accepted
 
-    def _agreeing(self, trusted: dict[str, Checked]) -> dict[str, Difference]:
+    def _agreeing(self, checked: dict[str, Checked]) -> dict[str, Difference]:
         """Those that agree with the oracle, where there is one, or else with most of the others."""
-        judged = {token: found.expected for token, found in trusted.items() if found.expected is not None}
-        if len(judged) == len(trusted):
+        judged = {token: found.expected for token, found in checked.items() if found.expected is not None}
+        if len(judged) == len(checked):
             return judged
-        outputs = {token: found.output for token, found in trusted.items()}
         try:
-            inside, outside = agreement(outputs, self._site.difference)
+            inside, outside = self._agreement.split()
         except BuildError as error:
-            reasons = [f"{self._config(token)}: {self._against_first(trusted, token)}" for token in trusted]
+            reasons = [f"{self._config(token)}: {text}" for token, text in self._agreement.against_first().items()]
             raise BuildError(
                 f"{self._launch}: {error.message}; wanted an agreement",
                 reasons=reasons,
@@ -245,10 +243,6 @@ class _Tuning:
         for token, difference in outside.items():
             self._reject(token, _because(Reason.WRONG, difference))
         return inside
-
-    def _against_first(self, trusted: dict[str, Checked], token: str) -> str:
-        first = trusted[next(iter(trusted))].output
-        return self._site.difference(trusted[token].output, first).detail or "as the first"
 
     def _warm(self, candidate: int) -> bool:
         self._site.warm(candidate)
@@ -278,7 +272,7 @@ class _Tuning:
         again = self._attempt(token, self._site.check)
         if again is None:
             return False
-        difference = self._site.difference(again.output, checked[token].output)
+        difference = self._site.difference(again.output, self._agreement.first(token))
         if not difference.agrees or not again.repeated.agrees or again.same_bits != checked[token].same_bits:
             worse = difference if not difference.agrees else again.repeated
             detail = worse.detail or f"runs on equal inputs differ by {again.repeated.error:.2e} of the norm"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernelbake.choose import Difference, InvalidTimeError, Race, Times, Verdict, agreement, checked_samples
+from kernelbake.choose import Agreement, Difference, InvalidTimeError, Race, Times, Verdict, checked_samples
 from kernelbake.errors import BuildError
 from kernelbake.manifest import MeasurePolicy
 
@@ -121,14 +121,27 @@ def _apart(one: float, other: float) -> Difference:
     return Difference(abs(one - other), "apart" if abs(one - other) > 0.1 else "")
 
 
+def _agreement(outputs: Mapping[str, float]) -> Agreement[float]:
+    made = Agreement(_apart)
+    for name in sorted(outputs):
+        made.add(name, outputs[name])
+    return made
+
+
 def test_the_majority_is_believed() -> None:
-    inside, outside = agreement({"a": 5.0, "b": 1.0, "c": 1.05, "d": 1.0}, _apart)
+    inside, outside = _agreement({"a": 5.0, "b": 1.0, "c": 1.05, "d": 1.0}).split()
     assert {name: found.error for name, found in inside.items()} == {"b": 0.0, "c": pytest.approx(0.05), "d": 0.0}
     assert outside == {"a": Difference(4.0, "apart")}
 
 
+def test_only_the_first_output_of_a_group_is_kept() -> None:
+    found = _agreement({"a": 1.0, "b": 1.05, "c": 7.0})
+    assert (found.first("a"), found.first("b"), found.first("c")) == (1.0, 1.0, 7.0)
+    assert found.against_first() == {"a": "as the first", "b": "as the first", "c": "apart"}
+
+
 def test_one_candidate_agrees_with_itself() -> None:
-    assert agreement({"a": 5.0}, _apart) == ({"a": Difference(0.0)}, {})
+    assert _agreement({"a": 5.0}).split() == ({"a": Difference(0.0)}, {})
 
 
 @pytest.mark.parametrize(
@@ -136,4 +149,4 @@ def test_one_candidate_agrees_with_itself() -> None:
 )
 def test_without_a_majority_nobody_is_believed(outputs: dict[str, float]) -> None:
     with pytest.raises(BuildError, match="of which none is most frequent"):
-        agreement(outputs, _apart)
+        _agreement(outputs).split()
