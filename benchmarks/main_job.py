@@ -76,7 +76,7 @@ def prepare_refusals(folder: Path) -> None:
     data = bytearray((folder / "bundle.tar").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "flipped.tar").write_bytes(data)
-    target = bundle.read(folder / "bundle.tar").manifest_resolved["workload"]["target"]
+    target = bundle.read(folder / "bundle.tar").manifest_resolved["workload"]["section"]["target"]
     config = {
         "model_type": "qwen3_5_text",
         "num_hidden_layers": target["num_layers"],
@@ -131,7 +131,8 @@ def measure(folder: Path, manifest: str, recorder: common.Recorder) -> None:
     frozen = summary(folder, "frozen")
     held = bundle.read(folder / "bundle.tar")
     counts = {"build_s": round(build_s, 1), "verify_s": round(verify_s, 2), "train_s": round(train_s, 1)}
-    counts |= {"steps": frozen["steps"], "layers": held.manifest_resolved["workload"]["target"]["num_layers"]}
+    target = held.manifest_resolved["workload"]["section"]["target"]
+    counts |= {"steps": frozen["steps"], "layers": target["num_layers"]}
     counts |= {"keys": held.plan.num_keys, "candidates": held.plan.num_candidates}
     counts |= {"rejected": sum(line["outcome"] != "ok" for line in held.record), "bundle_bytes": held.size_bytes}
     counts |= {"kernels_loaded": frozen["frozen"]["loads"]}
