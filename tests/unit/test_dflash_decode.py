@@ -235,6 +235,25 @@ def test_a_perfect_proposer_needs_the_fewest_passes() -> None:
     assert found.tokens == wanted[:11]
 
 
+def test_a_proposer_is_told_the_features_of_what_is_kept() -> None:
+    prompt = tinytarget.prompts(5)[2]
+    wanted = plain(tuple(prompt)).tokens
+    kept: list[int] = []
+    features: list[torch.Tensor] = []
+
+    class Listener(Foreseer):
+        def keep(self, tokens: Sequence[int], features_TF: torch.Tensor) -> None:
+            super().keep(tokens, features_TF)
+            kept.extend(tokens)
+            features.append(features_TF)
+
+    found = generate(tiny(), Listener(wanted), prompt, max_new_tokens=NEW, block_size=BLOCK)
+    assert len({part.accepted for part in found.rounds}) > 2
+    assert kept == [*prompt, *wanted[:-1]]  # the last token is the next anchor
+    _, whole = _whole(tiny(), kept)
+    torch.testing.assert_close(torch.cat(features), whole, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("new", [1, 2, 3, 6, 7])
 def test_the_room_is_never_exceeded(new: int) -> None:
     prompt = tinytarget.prompts(5)[2]
