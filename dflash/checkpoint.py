@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dflash import __version__
+from dflash import __version__, devices
 from dflash.drafter import Drafter
-from dflash.errors import ResumeError
+from dflash.errors import ResumeError, TrainingStoppedError
 from dflash.spec import Spec
 from kernelbake.errors import InputError
 
@@ -59,13 +59,26 @@ def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Pat
 
     Returns:
         its folder.
+
+    Raises:
+        TrainingStoppedError: it cannot be written: no room, no right. What stood there before is still whole.
     """
     final = output / f"{PREFIX}{state.step:08d}"
     cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with _replacing(final) as folder:
-        save_file(cpu, folder / _TENSORS)
-        (folder / _STATE).write_text(json.dumps(state.to_json(), indent=1))
+    try:
+        with _replacing(final) as folder:
+            save_file(cpu, folder / _TENSORS)
+            (folder / _STATE).write_text(json.dumps(state.to_json(), indent=1))
+    except (OSError, SafetensorError) as error:
+        raise TrainingStoppedError(
+            f"checkpoint: `{final}` cannot be written ({error}); wanted room for {devices.gib(_bytes(cpu))}",
+            hint="the newest whole checkpoint is good; --resume latest goes on from it",
+        ) from error
     return final
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class _replacing:
@@ -76,7 +89,8 @@ class _replacing:
         self._folder = final.with_name(f".{final.name}.{os.getpid()}")
 
     def __enter__(self) -> Path:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for left_over in self._final.parent.glob(f".{self._final.name.partition('-')[0]}*"):
+            shutil.rmtree(left_over, ignore_errors=True)  # of a run that was killed while it wrote
         self._folder.mkdir(parents=True)
         return self._folder
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dflash.config import OptimizerConfig
+from kernelbake.errors import InputError
 
 
 class Optimizer:
@@ -84,14 +85,17 @@ class Optimizer:
         """Takes over what ``state`` gave.
 
         Raises:
-            KeyError: a tensor is missing.
-            ValueError: a tensor has another shape.
+            InputError: tensors are missing or have another shape; all of them are listed.
         """
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state().items()}
+        faults = [f"`{name}` is missing" for name in shapes if name not in tensors]
+        for name in shapes.keys() & tensors.keys():
+            if tuple(tensors[name].shape) != shapes[name]:
+                faults.append(f"`{name}` has shape {tuple(tensors[name].shape)}; wanted {shapes[name]}")
+        if faults:
+            raise InputError("resume: the optimizer's state does not fit this drafter", reasons=sorted(faults))
         for name, master, weight in zip(self._names, self.masters, self._weights, strict=True):
             parts = {key: tensors[f"{key}.{name}"] for key in ("master", "step", "exp_avg", "exp_avg_sq")}
-            for key, tensor in parts.items():
-                if tensor.shape != (() if key == "step" else master.shape):
-                    raise ValueError(f"`{key}.{name}` has shape {tuple(tensor.shape)}; wanted {tuple(master.shape)}")
             master.copy_(parts.pop("master"))
             weight.copy_(master)
             moments = {key: tensor.to(master.device, torch.float32, copy=True) for key, tensor in parts.items()}

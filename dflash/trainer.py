@@ -258,7 +258,7 @@ class _Reader:
         self._waiting: list[_Launched] = []
         self._begun = time.perf_counter()
         trainer.job.output.mkdir(parents=True, exist_ok=True)
-        self._log = (trainer.job.output / "metrics.jsonl").open("a", buffering=1)
+        self._log = trainer.job.output / "metrics.jsonl"
 
     def begin(self) -> None:
         """Notes that a step begins."""
@@ -269,7 +269,11 @@ class _Reader:
         found = self._trainer.validate()
         if found is not None:
             line = {"step": self._trainer.done, "validation": dataclasses.asdict(found)}
-            self._log.write(json.dumps(line) + "\n")
+            self._write(line)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def read(self, tensors: StepTensors, batches: list[Batch], lr: float) -> Iterator[StepReport]:
         """Takes a step that was launched, and yields the one before it."""
@@ -303,7 +307,7 @@ class _Reader:
                 epoch=launched.epoch,
                 peak_bytes=_peak_bytes(self._trainer.pair.device),
             )
-            self._log.write(json.dumps(report.to_json()) + "\n")
+            self._write(report.to_json())
             yield report
 
 
