@@ -37,9 +37,9 @@ def _backward(query: tuple[int, int], key: tuple[int, int], num_warps: int, num_
 
 
 def forward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
-    """Candidates of the forward kernel; None stands for the interpreter."""
+    """Candidates of the forward kernel; None is the interpreter, which is slow by the operation."""
     if capability is None:
-        return [_forward(64, 32, 4, 1), _forward(128, 64, 4, 1)]
+        return [_forward(256, 128, 4, 1), _forward(64, 64, 4, 1)]
     if capability[0] == 9:
         return [_forward(128, 128, 8, 3), _forward(128, 64, 8, 3), _forward(64, 64, 4, 3)]
     if capability[0] == 10:
@@ -50,7 +50,7 @@ def forward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
 def backward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
     """Candidates of the backward kernel; None stands for the interpreter."""
     if capability is None:
-        return [_backward((64, 32), (64, 32), 4, 1), _backward((128, 64), (64, 128), 4, 1)]
+        return [_backward((256, 128), (128, 256), 4, 1), _backward((64, 64), (64, 64), 4, 1)]
     if capability[0] == 9:
         return [_backward((128, 64), (64, 128), 8, 3), _backward((64, 64), (64, 64), 4, 2)]
     if capability[0] == 10:

@@ -86,7 +86,7 @@ def test_all_faults_come_at_once() -> None:
 def test_row_numbers_that_could_wrap_are_refused(
     num_blocks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2^29 lanes is the bound: just below is accepted, at it refused."""
+    """R056: 2^29 lanes is the bound: just below is accepted, at it refused."""
     monkeypatch.setattr(api, "anchor_layout", lambda *_, **__: None)
     monkeypatch.setattr(api._AnchorAttention, "apply", lambda *_: torch.empty(0))
     rows, heads = num_blocks * 16, 128

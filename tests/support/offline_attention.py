@@ -138,12 +138,21 @@ def label(config: triton.Config) -> str:
     return f"{text}, {config.num_warps} warps, {config.num_stages} stages"
 
 
+def row_start(key: tuple[int, str, str]) -> str:
+    """The first columns of a candidate's row, which no compiler changes."""
+    capability, name, config = key
+    return f"| {GPUS[capability]} | {name} | {config} | "
+
+
+def row(key: tuple[int, str, str], built: Built) -> str:
+    """A candidate's row of the table."""
+    return (
+        f"{row_start(key)}{built.shared_bytes:,} | {built.registers} | {built.stack_bytes} | {built.spills} "
+        f"| {built.loop_spills} | {', '.join(built.matrix)} |"
+    )
+
+
 def table(found: dict[tuple[int, str, str], Built]) -> str:
     """The table of docs/attention.md."""
     head = "| GPU | kernel | config | shared bytes | registers | stack bytes | spills | in loops | matrix unit |"
-    rows = [
-        f"| {GPUS[capability]} | {name} | {config} | {built.shared_bytes:,} | {built.registers} "
-        f"| {built.stack_bytes} | {built.spills} | {built.loop_spills} | {', '.join(built.matrix)} |"
-        for (capability, name, config), built in found.items()
-    ]
-    return "\n".join([head, "|" + " --- |" * 9, *rows])
+    return "\n".join([head, "|" + " --- |" * 9, *(row(key, built) for key, built in found.items())])
