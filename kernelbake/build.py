@@ -107,6 +107,8 @@ def run(manifest: Manifest, output: Path, options: Options, on_event: OnEvent) -
     """``build`` with its options in one place."""
     if options.compile_only and manifest.interpreted:
         raise InputError("build: the interpreter compiles nothing; wanted `--compile-only` for a GPU")
+    if options.compile_only and options.compiled_from is not None:
+        raise InputError("build: `--compile-only` and `--from` together; wanted one of them")
     with joined() as ranks:
         ranks.from_leader(lambda: bundle.check_output(output))
         with _workspace(output, ranks.rank) as folder:
@@ -412,7 +414,7 @@ class _Build:
         if self._made == "measured":
             monitor = self._monitor
             first = monitor.conditions(own=1).to_json()
-            self._on_event(Event("note", "measure", message=f"GPU {monitor.uuid}: {first}", data=first))
+            self._on_event(Event("note", "measure", message=f"GPU {monitor.uuid}: {gpu.shown(first)}", data=first))
             supervisor.conditions = lambda: monitor.conditions(own=1).to_json() if monitor.cheap else first
         self._facts = supervisor.run()
         self._seconds["open"] = supervisor.opening_s

@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import inspect
 import json
 import os
+import re
 import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -137,11 +140,15 @@ def _rejection(error: BaseException) -> Rejected:
 
 
 def _assembler_fault(text: str) -> str:
-    """One line out of the report about a failed ptxas: which one it was, and what it said."""
+    """One line out of the report about a failed ptxas: which one it was, its version, and what it said."""
     said = next((line.strip() for line in text.splitlines() if any(mark in line for mark in _LACKS_ARCH)), text)
     command = next((line for line in text.splitlines() if line.startswith("Repro command:")), "")
-    path = command.removeprefix("Repro command:").split()[0] if command else "ptxas"
-    return f"{path}: {said}"
+    if not command:
+        return said
+    path = command.removeprefix("Repro command:").split()[0]
+    asked = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"V\d+(\.\d+)+", asked.stdout)
+    return f"{path} {version[0] if version else '(unknown version)'}: {said}"
 
 
 # ---------------------------------------------------------------------------------------------- the server
@@ -319,7 +326,11 @@ def store(files: Files, compiled: Compiled) -> Code:
 
 
 def facts(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What the builder has to know of this process: its fingerprint, and Triton's helper library where it has one."""
+    """What the builder has to know of this process.
+
+    Its fingerprint, Triton's helper library where it has one, and how long each kernel's source is, from which can be
+    guessed how long it takes to compile.
+    """
     from kernelbake import host, triton_api
 
     profile = DeviceProfile.from_json(job["profile"])
@@ -327,9 +338,14 @@ def facts(job: Mapping[str, Any]) -> dict[str, Any]:
     options = {"line_info": job["line_info"], "fp_fusion": job["fp_fusion"]}
     found = host.fingerprint(profile, kernels, build=True, **options).to_json()
     if job["interpreted"]:
-        return {"fingerprint": found, "utilities": None}
+        return {"fingerprint": found, "utilities": None, "sizes": {}}
     library = triton_api.build_library(triton_api.UTILITIES, triton_api.utilities_source())
-    return {"fingerprint": found, "utilities": Files(Path(job["folder"])).put(library)}
+    sizes = {}
+    if job["jobs"]:
+        for facts in kernels:
+            function = triton_api.python_function(triton_api.find(facts.kernel))
+            sizes[facts.kernel.to_json()] = len(inspect.getsource(function))
+    return {"fingerprint": found, "utilities": Files(Path(job["folder"])).put(library), "sizes": sizes}
 
 
 def _prepare(job: Mapping[str, Any]) -> None:

@@ -87,6 +87,7 @@ class CompileServer:
             raise BuildError(f"compile: the server is not ready after {_START_LIMIT_S:.0f} s; wanted it ready")
         if ready["event"] == "refused":
             raise BuildError(f"compile: {ready['message']}")
+        self._sizes: Mapping[str, int] = ready["sizes"]
         return Fingerprint.from_json(ready["fingerprint"]), ready["utilities"]
 
     def compile(self, tasks: Sequence[Task], on_done: Callable[[Task, dict[str, Any]], None]) -> None:
@@ -97,7 +98,10 @@ class CompileServer:
         InputError: the disk is full.
             KeyboardInterrupt: a candidate was interrupted by a person.
         """
-        waiting: Iterator[tuple[int, Task]] = iter(enumerate(tasks))
+        longest_first = sorted(
+            tasks, key=lambda task: -self._sizes[task.kernel.to_json()]
+        )  # else the end is one by one
+        waiting: Iterator[tuple[int, Task]] = iter(enumerate(longest_first))
         running: dict[int, Task] = {}
         room = 2 * self._job["jobs"]
         for number, task in waiting:

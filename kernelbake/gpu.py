@@ -71,6 +71,15 @@ class Conditions:
         return {name: value for name, value in data.items() if value is not None}
 
 
+def shown(conditions: Mapping[str, Any]) -> str:
+    """Conditions in words."""
+    if conditions["source"] == "not recorded":
+        return "clocks and temperature are not recorded (install the extra `gpu`)"
+    throttled = f", held down by {', '.join(conditions['throttle'])}" if conditions.get("throttle") else ""
+    clocks = f"{conditions.get('sm_clock_mhz')} MHz, memory {conditions.get('memory_clock_mhz')} MHz"
+    return f"{clocks}, {conditions.get('temperature_c')} °C{throttled}"
+
+
 def throttle_reasons(bits: int) -> tuple[str, ...]:
     """The names of the bits that mean throttling."""
     return tuple(name for bit, name in _THROTTLE_BITS.items() if bits & bit)

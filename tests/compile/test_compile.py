@@ -19,9 +19,10 @@ from kernelbake import build, bundle, digest, elf, packing, planner, profiles, t
 from kernelbake.build import Options
 from kernelbake.compiling import CompileServer, Task, tasks_of
 from kernelbake.errors import BuildError
-from kernelbake.keys import Kernel, Parameter, Specialization
+from kernelbake.keys import AutotuneKey, Case, Config, Kernel, Parameter, Specialization
 from kernelbake.manifest import CompileOptions, Manifest, MeasurePolicy
 from kernelbake.outcome import Code, Files
+from kernelbake.plan import Launch, Plan, Variant
 
 SUPPORT = Path(toyworkload.__file__).parent
 BLACKWELL = profiles.load("rtx-pro-6000-blackwell")
@@ -124,6 +125,37 @@ def test_code_for_blackwell_and_what_does_not_fit(tmp_path: Path) -> None:
     assert rejected["detail"] == f"needs {rejected['need_bytes']} bytes of shared memory; the GPU has 101376"
 
 
+def test_a_launch_of_which_nothing_fits_ends_the_build_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    tasks = [_product((128, 256, 64), 4), _product((256, 256, 64), 3)]
+    configs = tuple(Config((("BM", 128 * place),), num_warps=8, num_stages=4) for place in (1, 2))
+    variant = Variant(tuple(task.specialization for task in tasks), ("size=1",))
+    key = AutotuneKey((("M", 512),), (("a", "torch.bfloat16"),))
+    facts = triton_api.facts(compilekernels.product)
+    plan = Plan(
+        profile=BLACKWELL.to_json(),
+        versions={},
+        implementations={},
+        cases=(Case((("size", 1),)),),
+        skipped=(),
+        kernels={facts.kernel.name: facts},
+        launches=(Launch(facts.kernel, key, configs, (variant,)),),
+    )
+    with pytest.raises(BuildError) as caught:
+        build.run(
+            _manifest(), tmp_path / "bundle.tar", Options(compile_only=True, jobs=2, plan=plan), lambda event: None
+        )
+    message = caught.value.message
+    assert message.startswith(
+        "compilekernels.product M=512 [a:bfloat16]: all 2 candidates are rejected (the least of them"
+    )
+    assert message.endswith("bytes of shared memory; the GPU has 101376); wanted one that can be used")
+    assert len(caught.value.reasons) == 2
+    assert not (tmp_path / "bundle.tar").exists()
+
+
 def test_bytes_do_not_depend_on_the_folder_of_the_sources(tmp_path: Path) -> None:
     task = _product((64, 64, 32), 3)
     digests = []
@@ -157,7 +189,7 @@ def test_an_assembler_without_the_target_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(BuildError) as caught:
         served.run([_product((64, 64, 32), stages) for stages in (2, 3, 4)])
     assert caught.value.message == (
-        f"compile: {path}: ptxas fatal   : Value 'sm_120a' is not defined for option 'gpu-name'"
+        f"compile: {path} V12.8.93: ptxas fatal   : Value 'sm_120a' is not defined for option 'gpu-name'"
         "; wanted an assembler that knows the gpu target"
     )
     assert "TRITON_PTXAS_BLACKWELL_PATH" in str(caught.value.hint)

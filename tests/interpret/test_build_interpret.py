@@ -14,9 +14,12 @@ import toyworkload
 from kernelbake import build, bundle, host, planner, profiles
 from kernelbake.build import Options
 from kernelbake.choose import Difference
+from kernelbake.devices import CpuDevice
 from kernelbake.errors import BuildError
+from kernelbake.keys import Config, Kernel
 from kernelbake.manifest import CompileOptions, Manifest, MeasurePolicy
 from kernelbake.numerics import Arguments, Result, compare, extents_of
+from kernelbake.plan import Launch
 from kernelbake.progress import BuildResult, Event
 
 SUPPORT = Path(toyworkload.__file__).parent
@@ -214,6 +217,22 @@ def test_a_write_between_the_rows_of_a_view_is_seen() -> None:
     copy = arguments.replaced(view)
     torch.as_strided(copy, (8, 12), (12, 1), copy.storage_offset())[:7, 6] = 1.0
     assert arguments.strayed()
+
+
+class _SmallDevice(CpuDevice):
+    def free_bytes(self) -> int | None:
+        return 10_000
+
+
+def test_too_little_memory_is_refused_with_numbers() -> None:
+    from kernelbake.measure import _check_room
+
+    kernel = Kernel("toykernels", "shift")
+    launch = Launch(kernel, None, (Config(),), ())
+    _check_room(launch, [1, 2.0, None], _SmallDevice())
+    needed = 3 * Arguments.bytes_needed([torch.zeros(1000)])
+    with pytest.raises(BuildError, match=f"needs {needed} bytes for copies of its arguments; the GPU has 10000 free"):
+        _check_room(launch, [torch.zeros(1000)], _SmallDevice())
 
 
 def test_expanded_and_empty_arguments_are_copied() -> None:
