@@ -176,3 +176,28 @@ def test_the_golden_keys_of_the_packaged_manifest() -> None:
         assert [(line["kernel"], line["key"]) for line in lines] == names
     else:
         assert text == path.read_text()
+
+
+def test_one_layer_of_each_kind_gives_the_set_of_all_layers() -> None:
+    """The plug-in opens one target layer of each kind; here the real model is built of all of them."""
+    layers = 64 if os.environ.get("KERNELBAKE_LONG") else 8
+    few, all_ = plan_layers("dflash", layers), plan_layers("alllayers:WORKLOAD", layers)
+    assert len(few) > 8
+    assert few == all_
+
+
+def plan_layers(plugin: str, layers: int) -> set[tuple[tuple[str, str], tuple[str, ...]]]:
+    """Launches and classes of arguments of two of the packaged manifest's cases, for a target of so many layers."""
+    wanted = manifest.load(manifest.find("sm120.yaml"))
+    section = {
+        **wanted.section,
+        "axes": {**wanted.section["axes"], "buckets": [512, 2048], "anchors": [128]},
+        "target": {**wanted.section["target"], "num_layers": layers},
+        "drafter": {**wanted.section["drafter"], "target_layer_ids": [layers * place // 6 for place in range(1, 6)]},
+    }
+    plan = planner.plan(plugin, section, wanted.profile, interpreted=False, paths=[SUPPORT])
+    return {
+        (launch.id, tuple(item.token for item in variant.specializations))
+        for launch in plan.launches
+        for variant in launch.variants
+    }
