@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,37 @@ def test_a_library_that_ends_the_process_is_reported() -> None:
     with pytest.raises(PlanError, match="ended with status 77") as caught:
         plan_scenarios("dies")
     assert caught.value.reasons[-1] == "fatal: a library ended the process"
+
+
+def test_the_process_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "from kernelbake import planner, profiles; "
+        "planner.plan('shadowworkload:WORKLOAD', {'scenarios': ['waits']}, profiles.load('h200'), interpreted=False, "
+        f"paths=[{str(SUPPORT)!r}])"
+    )
+    file = tmp_path / "pid"
+    environment = {**planner.environment(os.environ, interpreted=False), "SCENARIO_FILE": str(file)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as parent:
+        try:
+            _wait_until(file.exists)
+        finally:
+            parent.kill()
+    child = int(file.read_text())
+    _wait_until(lambda: not _runs(child))
+
+
+def _wait_until(holds: Callable[[], bool], limit_s: float = 120) -> None:
+    end = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end, f"it did not happen within {limit_s} s"
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_workload_that_is_not_there_is_an_input_error() -> None:

@@ -210,6 +210,19 @@ def dies(kernels: Any, device: str) -> None:
 
 
 @scenario
+def waits(kernels: Any, device: str) -> None:
+    """Says who it is, and waits for its parent to be killed."""
+    import os
+    import time
+    from pathlib import Path
+
+    file = Path(os.environ["SCENARIO_FILE"])
+    file.with_suffix(".part").write_text(str(os.getpid()))
+    file.with_suffix(".part").rename(file)
+    time.sleep(600)
+
+
+@scenario
 def prints(kernels: Any, device: str) -> None:
     """On both streams; neither may reach the parent as an event."""
     import os
