@@ -1,8 +1,8 @@
 """Hostile bundles, made by a script: at least one for each MUST of the format.
 
 ``FILES`` maps a name to what makes the file. Every one carries the rules that a reader has to name and a text that one
-of the violations has to contain. The files themselves are made in ``hostile_archive``, ``hostile_index`` and
-``hostile_meaning``; ``load`` imports these and gives the whole table.
+of the violations has to contain. The files themselves are made in ``hostile_archive``, ``hostile_index``,
+``hostile_documents`` and ``hostile_meaning``; ``load`` imports these and gives the whole table.
 """
 
 from __future__ import annotations
@@ -83,6 +83,6 @@ def sound(made: str = "measured", profile: str = "h200", *, launchers: bool = Fa
 
 def load() -> dict[str, Hostile]:
     """All hostile files, in the order of the rules."""
-    for module in ("hostile_archive", "hostile_index", "hostile_meaning"):
+    for module in ("hostile_archive", "hostile_index", "hostile_documents", "hostile_meaning"):
         importlib.import_module(module)
     return FILES

@@ -1,237 +1,16 @@
-"""Hostile bundles whose every byte and digest is right, and which still say two different things (MUST 21 to 46)."""
+"""Hostile bundles whose every byte and document is right, and which still say two different things (MUST 27 to 46)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import samples
 from forge import Forged
 from hostile import attack, sound
+from hostile_documents import Change, edited, edited_field
 
 from kernelbake import digest
 from kernelbake.rules import Rule
-
-Change = Callable[[Any], None]
-
-
-def _document(what: str, rule: Rule, name: str, change: Change, place: str = "") -> None:
-    """An attack that changes one document and refreshes every digest."""
-
-    @attack(what, rule, place=place or name)
-    def _(forged: Forged) -> None:
-        value = forged.document(name)
-        change(value)
-        forged.put(name, value)
-
-
-def _field(name: str, value: Any, *, rule: Rule = Rule.FINGERPRINT, what: str = "", also: Change | None = None) -> None:
-    """An attack on one field of the fingerprint."""
-
-    @attack(what or f"fingerprint: {name} is {value!r}", rule, place=name)
-    def _(forged: Forged) -> None:
-        facts = forged.document("fingerprint.json")
-        facts[name]["value"] = value
-        forged.put("fingerprint.json", facts)
-
-
-# ---------------------------------------------------------------------------------------------- MUST 21 to 26
-
-
-@attack("a manifest that is no text", Rule.MANIFEST, place="manifest.yaml")
-def _(forged: Forged) -> None:
-    forged.files["manifest.yaml"] = b"\xff\xfe"
-
-
-@attack("a resolved manifest that is a list", Rule.MANIFEST, place="manifest.resolved.json")
-def _(forged: Forged) -> None:
-    forged.put("manifest.resolved.json", [1])
-
-
-for _part in ("format", "name", "gpu", "workload", "measure", "compile"):
-    _document(
-        f"a resolved manifest without {_part}",
-        Rule.MANIFEST,
-        "manifest.resolved.json",
-        lambda resolved, part=_part: resolved.pop(part),
-        _part,
-    )
-_document(
-    "a resolved manifest without plug-in",
-    Rule.MANIFEST,
-    "manifest.resolved.json",
-    lambda resolved: resolved["workload"].pop("plugin"),
-    "workload",
-)
-
-
-@attack("a fingerprint that is a list", Rule.FINGERPRINT, place="fingerprint.json")
-def _(forged: Forged) -> None:
-    forged.put("fingerprint.json", [])
-
-
-for _name in ("gpu.capability", "gpu.device", "triton.key", "triton.environment", "kernel.sources"):
-    _document(
-        f"fingerprint: no {_name}",
-        Rule.FINGERPRINT,
-        "fingerprint.json",
-        lambda facts, name=_name: facts.pop(name),
-        _name,
-    )
-    _document(
-        f"fingerprint: {_name} called informational",
-        Rule.FINGERPRINT,
-        "fingerprint.json",
-        lambda facts, name=_name: facts[name].update({"class": "informational"}),
-        _name,
-    )
-_document(
-    "fingerprint: a field of another format",
-    Rule.FINGERPRINT,
-    "fingerprint.json",
-    lambda facts: facts.update({"gpu.colour": {"class": "enforced", "value": "green"}}),
-    "gpu.colour",
-)
-_field("gpu.sm_count", "132")
-_field("gpu.sm_count", True)
-_field("gpu.shared_memory_bytes", -1)
-_field("gpu.capability", "9.0")
-_field("gpu.capability", "90a\n")
-_field("gpu.device", 1.5)
-_field("triton.environment", {"TRITON_DEBUG": 1})
-_field("triton.version", ["3.7.1"])
-
-
-def _table(what: str, change: Change, place: str = "specializations.json") -> None:
-    _document(f"specializations: {what}", Rule.TABLE, "specializations.json", change, place)
-
-
-_table("a list", lambda table: table.update(rows={}), "rows")
-_table("a field more", lambda table: table.update(extra=1), "extra")
-_table("a row twice", lambda table: table["rows"].append(table["rows"][0]), "twice")
-_table("unsorted rows", lambda table: table["rows"].reverse(), "sorted")
-_table("unsorted parameters", lambda table: table["parameters"].reverse(), "sorted")
-_table("a parameter twice", lambda table: table["parameters"].insert(0, table["parameters"][0]), "twice")
-_table("a parameter that is not there", lambda table: table["rows"][0][1].append(99), "parameter 99")
-_table("a negative number", lambda table: table["rows"][0][1].append(-1), "rows.0.1")
-_table("an unused parameter", lambda table: table["parameters"].append(["z", "i32", None]), "no specialization has")
-_table("a value of no type", lambda table: table["parameters"][0].__setitem__(2, []), "parameters.0.2")
-
-
-def _grow(table: dict[str, Any]) -> None:
-    table["parameters"].append(["z" * 10_000, "i32", None])
-    table["rows"][-1][1] += [len(table["parameters"]) - 1] * 100_000
-
-
-_table("a text that grows without end", _grow, "characters when written out")
-_document(
-    "specializations: a row that nothing launches",
-    Rule.PLAN,
-    "specializations.json",
-    lambda table: table["rows"].append([[["zz", 1]], table["rows"][0][1]]),
-    "not launched",
-)
-_document(
-    "plan: a specialization that is not there",
-    Rule.PLAN,
-    "plan.json",
-    lambda plan: _first(plan)["variants"][0]["specializations"].__setitem__(0, 99),
-    "specialization 99",
-)
-_document(
-    "choices: a specialization that is not there",
-    Rule.CHOICES,
-    "choices.json",
-    lambda choices: choices[0]["entries"][1].__setitem__(0, 99),
-    "specialization 99",
-)
-_document(
-    "choices: unsorted entries", Rule.CHOICES, "choices.json", lambda choices: choices[0]["entries"].reverse(), "sorted"
-)
-_document("plan: no launches", Rule.PLAN, "plan.json", lambda plan: plan.pop("launches"))
-_document("plan: a field more", Rule.PLAN, "plan.json", lambda plan: plan.update(extra=1), "extra")
-_document(
-    "plan: an unknown wrapper", Rule.PLAN, "plan.json", lambda plan: _first(plan)["variants"].append({}), "variants.2"
-)
-_document("plan: no variants", Rule.PLAN, "plan.json", lambda plan: _first(plan).update(variants=[]), "variants")
-_document(
-    "plan: a kernel without module", Rule.PLAN, "plan.json", lambda plan: _first(plan).update(kernel="k"), "kernel"
-)
-_document(
-    "plan: warps as a text", Rule.PLAN, "plan.json", lambda plan: _first(plan)["candidates"][0].update(num_warps="4")
-)
-_document(
-    "plan: a value of no type",
-    Rule.PLAN,
-    "plan.json",
-    lambda plan: _first(plan)["candidates"][0]["meta"][0].__setitem__(1, {"dtype": 1}),
-    "meta.0.1",
-)
-_document("plan: a candidate less", Rule.PLAN, "plan.json", lambda plan: _first(plan)["candidates"].pop(), "candidate")
-_document(
-    "plan: tuned without a key", Rule.PLAN, "plan.json", lambda plan: _first(plan).update(key=None), "without a key"
-)
-_document(
-    "plan: half a million faults", Rule.PLAN, "plan.json", lambda plan: plan.update(cases=[0] * 500_000), "cases.99"
-)
-_document("plan: a launch twice", Rule.PLAN, "plan.json", lambda plan: plan["launches"].append(_first(plan)), "twice")
-_document("plan: unsorted", Rule.PLAN, "plan.json", lambda plan: plan["launches"].reverse(), "sorted")
-_document(
-    "plan: a profile of another kind", Rule.PLAN, "plan.json", lambda plan: plan["profile"].update(colour="green")
-)
-_document(
-    "plan: a capability that is a text", Rule.PLAN, "plan.json", lambda plan: plan["profile"].update(capability="90")
-)
-_document(
-    "plan: a source digest that is none",
-    Rule.PLAN,
-    "plan.json",
-    lambda plan: next(iter(plan["kernels"].values())).update(source_digest="x"),
-    "source_digest",
-)
-
-
-def _first(plan: dict[str, Any]) -> dict[str, Any]:
-    launch: dict[str, Any] = plan["launches"][0]
-    return launch
-
-
-_document("choices: no winner", Rule.CHOICES, "choices.json", lambda choices: choices[0].pop("winner"), "winner")
-_document("choices: a choice twice", Rule.CHOICES, "choices.json", lambda choices: choices.append(choices[0]), "twice")
-_document("choices: unsorted", Rule.CHOICES, "choices.json", lambda choices: choices.reverse(), "sorted")
-_document(
-    "choices: an entry that is a number",
-    Rule.CHOICES,
-    "choices.json",
-    lambda choices: choices[0]["entries"][0].__setitem__(1, 1),
-    "entries",
-)
-_document(
-    "choices: times that are a list", Rule.CHOICES, "choices.json", lambda choices: choices[0].update(times=[]), "times"
-)
-
-
-@attack("choices: an object", Rule.CHOICES, place="choices.json")
-def _(forged: Forged) -> None:
-    forged.put("choices.json", {})
-
-
-for _what, _line in {
-    "a last line without end": b"{}",
-    "a line that is no object": b"[1]\n",
-    "a line without kernel": b'{"config":{"meta":[]},"key":null,"outcome":"ok"}\n',
-    "an unknown outcome": b'{"config":{"meta":[]},"kernel":"a:b","key":null,"outcome":"great"}\n',
-    "an empty line": b"\n",
-    "NaN": b'{"median_ms":NaN}\n',
-    "Infinity": b'{"median_ms":Infinity}\n',
-    "a line with spaces": b'{"a": 1}\n',
-    "a deep line": b"[" * 50_000 + b"]" * 50_000 + b"\n",
-}.items():
-
-    @attack(f"record: {_what}", Rule.RECORD, place="record.jsonl")
-    def _(forged: Forged, line: bytes = _line) -> None:
-        forged.files["record.jsonl"] += line
-
 
 # ---------------------------------------------------------------------------------------------- MUST 27 to 35
 
@@ -566,30 +345,30 @@ def _(forged: Forged) -> None:
     forged.header["counts"]["entries"] = 0
 
 
-_document(
+edited(
     "a manifest for another GPU",
     Rule.PROFILE,
     "manifest.resolved.json",
     lambda resolved: resolved["gpu"].update(name="NVIDIA B200"),
     "`gpu`",
 )
-_document(
+edited(
     "a manifest of another name", Rule.PROFILE, "manifest.resolved.json", lambda resolved: resolved.update(name="other")
 )
-_field("gpu.device", "NVIDIA H100 80GB HBM3", rule=Rule.PROFILE)
-_field("gpu.device", "NVIDIA H200 ", rule=Rule.PROFILE)
-_field("gpu.sm_count", 131, rule=Rule.PROFILE)
-_field("gpu.shared_memory_bytes", 232_447, rule=Rule.PROFILE)
-_field("build.line_info", True, rule=Rule.PROFILE)
-_field("kernel.sources", "sha256:" + "0" * 64, rule=Rule.SOURCES)
-_document(
+edited_field("gpu.device", "NVIDIA H100 80GB HBM3", rule=Rule.PROFILE)
+edited_field("gpu.device", "NVIDIA H200 ", rule=Rule.PROFILE)
+edited_field("gpu.sm_count", 131, rule=Rule.PROFILE)
+edited_field("gpu.shared_memory_bytes", 232_447, rule=Rule.PROFILE)
+edited_field("build.line_info", True, rule=Rule.PROFILE)
+edited_field("kernel.sources", "sha256:" + "0" * 64, rule=Rule.SOURCES)
+edited(
     "plan: facts of another kernel",
     Rule.SOURCES,
     "plan.json",
     lambda plan: next(iter(plan["kernels"].values())).update(kernel="sample.module9:kernel9"),
     "sample.module",
 )
-_document("plan: another source", Rule.SOURCES, "plan.json", lambda plan: _other_source(plan), "kernel.sources")
+edited("plan: another source", Rule.SOURCES, "plan.json", lambda plan: _other_source(plan), "kernel.sources")
 
 
 def _other_source(plan: dict[str, Any]) -> None:

@@ -114,57 +114,60 @@ def contents(
         libs["sha256:" + hashlib.sha256(library).hexdigest()] = library
     entries: dict[str, Entry] = {}
     choices = []
-    for seed, item in enumerate(launches):
-        winner = item.candidates[seed % 2]
-        made_entries = {}
-        for variant in item.variants:
-            wanted = variant.specializations[seed % 2]
-            noise = int(hashlib.sha256(f"{item.kernel} {wanted.token}".encode()).hexdigest()[:12], 16)
-            made_entries[wanted.token] = Entry(
-                item.kernel,
-                wanted,
-                metadata(device.arch, winner.num_warps or 4, seed=noise),
-                cubin(device.arch, cubin_bytes, noise, new_abi=device.arch >= 100),
-                next(iter(libs), None),
-            )
-        interpreted = made == "interpreted"
-        names = {token: None if interpreted else entry.digest for token, entry in made_entries.items()}
-        entries |= {} if interpreted else {entry.digest: entry for entry in made_entries.values()}
-        times = {"median_ms": 0.5 + seed / 8, "runner_up_ms": 0.75 + seed / 8, "distinguishable": True}
-        choices.append(Choice(item.kernel, item.key, winner, names, times))
+    for number, item in enumerate(launches):
+        winner = number % 2
+        code = [
+            entry(item.kernel, variant.specializations[winner], device.arch, cubin_bytes, next(iter(libs), None))
+            for variant in item.variants
+        ]
+        if made != "interpreted":
+            entries |= {each.digest: each for each in code}
+        names = {each.specialization.token: None if made == "interpreted" else each.digest for each in code}
+        times = {"median_ms": 0.5 + number / 8, "runner_up_ms": 0.75 + number / 8, "distinguishable": True}
+        choices.append(Choice(item.kernel, item.key, item.candidates[winner], names, times))
     all_facts = {kernel.name: facts(kernel) for kernel in kernels}
-    plan = Plan(device.to_json(), {"python": "3.11.7"}, {"conv": "triton"}, cases, (), all_facts, launches)
-    record = tuple(
-        {
-            "kernel": item.kernel.to_json(),
-            "key": item.key.to_json() if item.key else None,
-            "config": config.to_json(),
-            "outcome": "ok",
-            "samples_ms": [0.5, 0.25],
-        }
-        for item in launches
-        for config in item.candidates
-    )
     abi = {"python__abi": "cpython-311-x86_64-linux-gnu"} if launchers else {}
     return Contents(
-        "sample",
-        made,
-        b"format: 1\nname: sample\n",
-        {
-            "format": 1,
-            "name": "sample",
-            "gpu": device.to_json(),
-            "workload": {"plugin": "sample", "section": {}},
-            "measure": {},
-            "compile": {"line_info": False, "fp_fusion": True},
-        },
-        fingerprint_of(device, list(all_facts.values()), **abi),
-        plan,
-        tuple(choices),
-        record,
-        entries,
-        libs,
+        name="sample",
+        made=made,
+        manifest_text=b"format: 1\nname: sample\n",
+        manifest_resolved=_resolved(device),
+        fingerprint=fingerprint_of(device, list(all_facts.values()), **abi),
+        plan=Plan(device.to_json(), {"python": "3.11.7"}, {"conv": "triton"}, cases, (), all_facts, launches),
+        choices=tuple(choices),
+        record=tuple(_record(item, config) for item in launches for config in item.candidates),
+        entries=entries,
+        libs=libs,
     )
+
+
+def entry(kernel: Kernel, wanted: Specialization, arch: int, cubin_bytes: int, launcher: str | None) -> Entry:
+    """An entry whose code is noise that follows from what it is for."""
+    noise = int(hashlib.sha256(f"{kernel} {wanted.token}".encode()).hexdigest()[:12], 16)
+    warps = dict(wanted.options)["num_warps"]
+    code = cubin(arch, cubin_bytes, noise, new_abi=arch >= 100)
+    return Entry(kernel, wanted, metadata(arch, warps, seed=noise), code, launcher)  # type: ignore[arg-type]
+
+
+def _record(item: Launch, config: Config) -> dict[str, Any]:
+    return {
+        "kernel": item.kernel.to_json(),
+        "key": item.key.to_json() if item.key else None,
+        "config": config.to_json(),
+        "outcome": "ok",
+        "samples_ms": [0.5, 0.25],
+    }
+
+
+def _resolved(device: DeviceProfile) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "name": "sample",
+        "gpu": device.to_json(),
+        "workload": {"plugin": "sample", "section": {}},
+        "measure": {},
+        "compile": {"line_info": False, "fp_fusion": True},
+    }
 
 
 def changed(base: Contents, **changes: Any) -> Contents:
