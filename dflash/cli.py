@@ -35,7 +35,7 @@ _OPTIONS = (
     ("--dtype", "batch.dtype", str, "DTYPE", "`bfloat16` or `float32`."),
     ("--accumulate", "batch.accumulate", int, "N", "Batches of one optimizer step."),
     ("--lr", "optimizer.lr", float, "X", "Peak learning rate."),
-    ("--data", "data.source", str, "SOURCE", "`python-stdlib` or a JSONL file."),
+    ("--data", "data.source", str, "SOURCE", "A JSONL or parquet file, a Hub id, or `python-stdlib`."),
     ("--seed", "seed", int, "N", "Of weights, order and anchors."),
     ("--devices", "devices", str, "T[:D]", "GPUs of target and drafter."),
     ("--output", "output", str, "DIR", "Checkpoints, metrics and the served drafter."),

@@ -23,13 +23,13 @@ DRAFTER = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "
 
 
 def spec(architecture: str = "qwen3_5", **drafter_fields: Any) -> Spec:
-    """A target of four layers, one of them attention, and a drafter of two."""
+    """A target of three layers, the middle one attention, and a drafter of two."""
     section: dict[str, Any] = {
         "target": {
             "model": "random",
             "architecture": architecture,
-            "num_layers": 4,
-            "full_attention_interval": 3,
+            "num_layers": 3,
+            "full_attention_interval": 2,
             "hidden_size": 32,
             "intermediate_size": 48,
             "vocab_size": VOCAB,
@@ -42,7 +42,7 @@ def spec(architecture: str = "qwen3_5", **drafter_fields: Any) -> Spec:
             "linear_value_head_dim": 8,
             **({} if architecture == "qwen3_5" else {"experts": EXPERTS}),
         },
-        "drafter": {**DRAFTER, "mask_token_id": VOCAB - 1, "target_layer_ids": [0, 2, 3], **drafter_fields},
+        "drafter": {**DRAFTER, "mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1, 2], **drafter_fields},
         "axes": {"buckets": [64], "anchors": [8], "dtype": "float32"},
     }
     return Spec.parse(section)

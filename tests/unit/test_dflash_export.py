@@ -128,7 +128,7 @@ def test_one_token_fewer_is_speculated_than_a_block_has_positions(tmp_path: Path
         (lambda c: c.update(rope_scaling={"factor": 2}), "rope_scaling: wanted `null`"),
         (lambda c: c["dflash_config"].update(mask_token_id=61), "dflash_config.mask_token_id: found `61`"),
         (
-            lambda c: c["dflash_config"].update(target_layer_ids=[0, 2, 4]),
+            lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 4]),
             "dflash_config.target_layer_ids.2: found `4`",
         ),
         (lambda c: c.pop("num_target_layers"), "num_target_layers: missing"),
