@@ -2,56 +2,132 @@
 
 Both sides run in one process, each captured as a CUDA graph, and are timed in turn; a figure is the median of rounds.
 Flex gets its block mask for free. FLOPs count unmasked pairs of row and key only: 2 products forward, 5 backward.
+Compilers run first, in processes of their own that leave their results on disk; the same processes compare random
+calls with float64. Nothing else runs while something is timed.
 """
 
 from __future__ import annotations
 
-import argparse
+import concurrent.futures
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import statistics
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import common
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dflash import losses
-from dflash.attention.api import anchor_attention
-from dflash.attention.reference import reference_attention
+sys.path[:0] = [str(common.ROOT), str(common.ROOT / "tests" / "support")]
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
-CONTEXTS, ANCHORS = (2048, 4096, 8192), (128, 256, 512)
-MAIN = (4096, 512)
+MAIN, HALF = (4096, 512), (4096, 256)
+COMPARED = (MAIN, *itertools.product((2048, 8192), (128, 256, 512)))
 ROUNDS = 7
 ROUND_MS = 25.0
 VOCABULARY, ROWS, HIDDEN, CHUNK_ROWS = 248_320, 8192, 5120, 1024
-ERROR_SHAPES = 10
+WORKERS = 12
+AGREEMENT = 2e-2
+"""Largest relative distance of the two sides' results: beyond, they do not compute the same."""
+
+_begin = time.perf_counter()
 
 
 def main() -> None:
-    """Runs everything and writes ``attention_<gpu>.json``."""
+    """Runs everything and writes ``attention_<gpu>.json`` at the end; what is known is printed as it comes."""
     parser = common.parser(__doc__)
     parser.add_argument("--name", default="attention_h200", help="name of the results file")
-    parser.add_argument("--warm", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.warm:
-        context, num = options.warm
-        Flex(context, num, inputs(context, num)).step()
-        return
     recorder = common.Recorder(options.name, __file__, options.commit, options.results)
-    warm_flex()
+    prepare(recorder)
     ceilings = measure_ceilings()
+    say(f"ceilings: {ceilings}")
     attention(recorder, ceilings)
-    errors(recorder)
     head_loss(recorder)
     path = recorder.write()
     json.dump(recorder.figures, sys.stdout, indent=1)
     print(f"\n{path}")
+
+
+def say(text: str) -> None:
+    """A line of progress with the seconds since the start."""
+    print(f"{time.perf_counter() - _begin:6.1f} s  {text}", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------- compilers and errors
+
+
+def prepare(recorder: common.Recorder) -> None:
+    """Compiles everything, and records the largest relative errors of output and gradients against float64."""
+    import attention_cases as cases
+
+    configs = range(max(_number_of_configs()))
+    jobs: list[tuple[Callable[..., float], tuple[Any, ...]]] = [
+        *((compile_flex, shape) for shape in COMPARED),
+        *((errors_of_candidate, (index, name)) for name in ("float32", "bfloat16") for index in configs),
+        *((errors_of_form, (form, name)) for name in ("float32", "bfloat16") for form in range(len(cases.FORMS))),
+    ]
+    worst = {"float32": 0.0, "bfloat16": 0.0}
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(WORKERS, len(os.sched_getaffinity(0)) - 1))
+    found: dict[str, float] = {}
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = {pool.submit(function, *given): (function, given) for function, given in jobs}
+        for future in concurrent.futures.as_completed(futures):
+            function, given = futures[future]
+            name = f"{function.__name__} {' '.join(map(str, given))}"
+            found[name] = future.result()
+            say(f"{name}: {found[name]:.3g}")
+            if function is not compile_flex:
+                worst[given[1]] = max(worst[given[1]], found[name])
+    recorder.add("max_rel_err_bf16", worst["bfloat16"])
+    recorder.add("max_rel_err_fp32", worst["float32"])
+    recorder.raw["errors"] = {name: value for name, value in found.items() if not name.startswith("compile")}
+    recorder.raw["random_shapes"] = cases.RANDOM_SHAPES
+
+
+def _number_of_configs() -> tuple[int, int]:
+    from dflash.attention import candidates
+
+    return len(candidates.FORWARD), len(candidates.BACKWARD)
+
+
+def compile_flex(context_length: int, num_blocks: int) -> float:
+    """Leaves flex's code for a shape in the compiler's caches on disk; how long that took, in seconds."""
+    begin = time.perf_counter()
+    Flex(context_length, num_blocks, inputs(context_length, num_blocks)).step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return time.perf_counter() - begin
+
+
+def errors_of_form(form: int, dtype: str) -> float:
+    """The largest error of all random calls of a form."""
+    import attention_cases as cases
+
+    seeds = range(form, cases.RANDOM_SHAPES, len(cases.FORMS))
+    worst = max(max(cases.random_errors(seed, getattr(torch, dtype)).values()) for seed in seeds)
+    torch.cuda.empty_cache()
+    return worst
+
+
+def errors_of_candidate(index: int, dtype: str) -> float:
+    """The largest error of a call with the heads that are timed, for the candidates of this index."""
+    import attention_cases as cases
+
+    case = cases.AttentionCase(
+        context_length=900, num_blocks=30, block_size=BLOCK_SIZE, kv_heads=KV_HEADS, group=HEADS // KV_HEADS,
+        head_dim=HEAD_DIM, seed=index,
+    )  # fmt: skip
+    with cases.fixed_config(lambda configs: configs[index % len(configs)]):
+        worst = max(cases.errors(case, getattr(torch, dtype), "cuda").values())
+    torch.cuda.empty_cache()
+    return worst
 
 
 # ---------------------------------------------------------------------------------------------- timing
@@ -140,13 +216,15 @@ def inputs(context_length: int, num_blocks: int) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """Forward and backward of anchor attention, tuned by Triton's own autotuner at the first call."""
+    """Forward and backward of anchor attention, tuned by Triton's own autotuner at the first call of a size class."""
 
     def __init__(self, context_length: int, made: dict[str, torch.Tensor]) -> None:
         self.context_length, self.made = context_length, made
         self.leaves = [made[name].clone().requires_grad_() for name in ("q", "k", "v")]
 
     def forward(self) -> torch.Tensor:
+        from dflash.attention.api import anchor_attention
+
         q, k, v = self.leaves
         return anchor_attention(
             q, k, v, self.made["anchors"], block_size=BLOCK_SIZE, context_length=self.context_length
@@ -161,6 +239,10 @@ class Flex:
     """The same through ``flex_attention``, compiled for exactly this shape with torch's default options."""
 
     def __init__(self, context_length: int, num_blocks: int, made: dict[str, torch.Tensor]) -> None:
+        import torch._inductor.config
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        torch._inductor.config.compile_threads = 1  # a pool of compilers takes longer to start than these two kernels
         torch._dynamo.reset()
         anchors, rows = made["anchors"][0], num_blocks * BLOCK_SIZE
 
@@ -169,8 +251,8 @@ class Flex:
             own = (key >= context_length) & ((key - context_length) // BLOCK_SIZE == block)
             return own | ((key < context_length) & (key < anchors[block]))
 
-        self.mask = torch.compile(create_block_mask)(visible, None, None, rows, context_length + rows, device="cuda")
-        self.attention = torch.compile(flex_attention)
+        self.mask = create_block_mask(visible, None, None, rows, context_length + rows, device=str(anchors.device))
+        self.attention = torch.compile(flex_attention, dynamic=False)
         self.leaves = [made[name].transpose(1, 2).contiguous().requires_grad_() for name in ("q", "k", "v")]
         self.grad = made["grad"].transpose(1, 2).contiguous()
 
@@ -183,105 +265,84 @@ class Flex:
         return (out, *torch.autograd.grad(out, self.leaves, self.grad))
 
 
-def warm_flex() -> None:
-    """Compiles flex for all shapes at once, in processes of their own, into the compiler's disk cache."""
-    shapes = [(context, num) for context in CONTEXTS for num in ANCHORS]
-    children = [
-        subprocess.Popen([sys.executable, __file__, "--warm", str(context), str(num)]) for context, num in shapes
-    ]
-    failed = [shape for shape, child in zip(shapes, children, strict=True) if child.wait()]
-    if failed:
-        sys.exit(f"benchmark: flex attention failed to compile for {failed}")
-
-
 def attention(recorder: common.Recorder, ceilings: dict[str, float]) -> None:
-    """All shapes on both sides."""
+    """All shapes; one, of which only our own time is needed, without the other side."""
     shapes: dict[tuple[int, int], dict[str, Any]] = {}
-    for context in CONTEXTS:
-        for num in ANCHORS:
-            shapes[context, num] = compare(context, num, ceilings)
-            print(f"attention {context} {num}: {shapes[context, num]}", file=sys.stderr, flush=True)
-    ratios = {shape: found["ratio"] for shape, found in shapes.items()}
+    for shape in (*COMPARED, HALF):
+        shapes[shape] = measure(shape, ceilings, compared=shape in COMPARED)
+    ratios = {shape: shapes[shape]["ratio"] for shape in COMPARED}
     halvings = {
-        f"{context} {many} -> {few}": shapes[context, few]["ours_ms"] / shapes[context, many]["ours_ms"]
-        for context in CONTEXTS
-        for few, many in itertools.pairwise(ANCHORS)
+        f"{context} {2 * num} -> {num}": shapes[context, num]["ours_ms"] / shapes[context, 2 * num]["ours_ms"]
+        for context, num in shapes
+        if (context, 2 * num) in shapes
     }
     recorder.add("ratio_to_flex_4096_512", ratios[MAIN])
     recorder.add("worst_ratio_to_flex", max(ratios.values()))
-    recorder.add("halving_ratio", halvings["4096 512 -> 256"])
-    recorder.add("peak_ratio_to_flex", max(found["peak_bytes"] / found["flex_peak_bytes"] for found in shapes.values()))
+    recorder.add("halving_ratio", max(halvings.values()))
+    peaks = [shapes[shape]["peak_bytes"] / shapes[shape]["flex_peak_bytes"] for shape in COMPARED]
+    recorder.add("peak_ratio_to_flex", max(peaks))
     recorder.add("roofline_share", shapes[MAIN]["roofline_share"])
     recorder.raw["ceilings"] = ceilings
     recorder.raw["halvings"] = halvings
     recorder.raw["shapes"] = {f"{context} {num}": found for (context, num), found in shapes.items()}
 
 
-def compare(context: int, num: int, ceilings: dict[str, float]) -> dict[str, Any]:
+def measure(shape: tuple[int, int], ceilings: dict[str, float], *, compared: bool) -> dict[str, Any]:
     """Times, memory and roofline of one shape."""
-    made = inputs(context, num)
-    ours, flex = Ours(context, made), Flex(context, num, made)
+    made = inputs(*shape)
+    sides: list[Ours | Flex] = [Ours(shape[0], made)]
+    if compared:
+        sides.append(Flex(*shape, made))
+    results = [side.step() for side in sides]
     agreement = [
         ((mine.transpose(1, 2) - theirs).norm() / theirs.norm()).item()
-        for mine, theirs in zip(ours.step(), flex.step(), strict=True)
+        for mine, theirs in zip(results[0], results[-1] if compared else (), strict=compared)
     ]
-    peak, flex_peak = peak_bytes(ours.step), peak_bytes(flex.step)
-    graphs = [graph(run) for run in (ours.step, flex.step, ours.forward, flex.forward)]
+    if any(not distance <= AGREEMENT for distance in agreement):
+        sys.exit(f"benchmark: the sides differ by {agreement} at {shape}; wanted at most {AGREEMENT}")
+    del results
+    peaks = [peak_bytes(side.step) for side in sides]
+    graphs = [graph(run) for side in sides for run in (side.step, side.forward)]
     times = in_turn([captured.replay for captured in graphs])
-    both, flex_both, forward, flex_forward = (statistics.median(found) for found in times)
-    pairs = made["anchors"].long().sum().item() * BLOCK_SIZE + num * BLOCK_SIZE**2
+    medians = [statistics.median(found) for found in times]
+    found: dict[str, Any] = {"ours_ms": medians[0], "ours_forward_ms": medians[1], "peak_bytes": peaks[0]}
+    found.update(roofline(made, shape[1], medians[0], ceilings), winners=winners(), rounds_ms=times)
+    text = f"attention {shape}: {medians[0]:.3f} ms, {found['tflops']:.0f} TFLOP/s"
+    if compared:
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(times[0], times[2], strict=True))
+        found.update(ratio=ratio, flex_ms=medians[2], flex_forward_ms=medians[3], flex_peak_bytes=peaks[1])
+        found["agreement_with_flex"] = agreement
+        text += f", flex {medians[2]:.3f} ms, ratio {ratio:.3f}, peak {peaks[0] >> 20} of {peaks[1] >> 20} MiB"
+    say(text)
+    return found
+
+
+def roofline(
+    made: dict[str, torch.Tensor], num_blocks: int, milliseconds: float, ceilings: dict[str, float]
+) -> dict[str, float]:
+    """FLOPs, bytes, and the share of what the machine's own ceilings would allow."""
+    pairs = made["anchors"].long().sum().item() * BLOCK_SIZE + num_blocks * BLOCK_SIZE**2
     flops = 7 * 2 * HEAD_DIM * HEADS * pairs
     moved = sum(
         made[name].numel() * 2 * count for name, count in (("q", 5), ("k", 3), ("v", 3), ("grad", 2))
-    )  # q, out and grad read, out and dq written; k and v read twice, dk and dv written; grad read twice
+    )  # q read twice, out written and read, dq written; k and v read twice, dk and dv written; grad read twice
     floor = max(flops / ceilings["bf16_tflops"] / 1e9, moved / ceilings["copy_tb_per_s"] / 1e9)
     return {
-        "ours_ms": both,
-        "flex_ms": flex_both,
-        "ratio": statistics.median(mine / theirs for mine, theirs in zip(times[0], times[1], strict=True)),
-        "ours_forward_ms": forward,
-        "flex_forward_ms": flex_forward,
         "flops": flops,
         "bytes": moved,
-        "tflops": flops / both / 1e9,
-        "roofline_share": floor / both,
-        "peak_bytes": peak,
-        "flex_peak_bytes": flex_peak,
-        "agreement_with_flex": agreement,
-        "rounds_ms": times[:2],
+        "tflops": flops / milliseconds / 1e9,
+        "roofline_share": floor / milliseconds,
     }
 
 
-def errors(recorder: common.Recorder) -> None:
-    """Largest relative error of output and gradients against float64, winners of Triton's autotuner."""
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        worst = 0.0
-        for seed in range(ERROR_SHAPES):
-            worst = max(worst, *error(seed, dtype))
-        recorder.add(f"max_rel_err_{name}", worst)
-        print(f"errors {name}: {worst:.2e}", file=sys.stderr, flush=True)
+def winners() -> dict[str, str]:
+    """The configs that Triton's autotuner took last."""
+    from dflash.attention import kernels
 
-
-def error(seed: int, dtype: torch.dtype) -> list[float]:
-    """Errors of output, dQ, dK and dV for random numbers, anchors and padding of one seed."""
-    random = torch.Generator(device="cuda").manual_seed(seed)
-    context, num, batch = 200 + 53 * seed, 11 + 3 * seed, 1 + seed % 2
-    rows = num * BLOCK_SIZE
-    queries, keys = (batch, rows, HEADS, HEAD_DIM), (batch, context + rows, KV_HEADS, HEAD_DIM)
-    q, k, v, grad = (
-        torch.randn(shape, device="cuda", generator=random).to(dtype) for shape in (queries, keys, keys, queries)
-    )
-    anchors = torch.randint(0, context, (batch, num), device="cuda", generator=random).sort().values.int()
-    num_valid = torch.full((batch,), num - seed % 3, dtype=torch.int32, device="cuda")
-    found = []
-    for function in (anchor_attention, reference_attention):
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
-        out = function(
-            leaves[0], leaves[1], leaves[2], anchors,
-            block_size=BLOCK_SIZE, context_length=context, num_valid=num_valid,
-        )  # fmt: skip
-        found.append((out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))))
-    return [((mine.double() - exact).norm() / exact.norm()).item() for mine, exact in zip(*found, strict=True)]
+    return {
+        function.base_fn.__name__: str(function.best_config)
+        for function in (kernels.anchor_forward_kernel, kernels.anchor_backward_kernel)
+    }
 
 
 # ---------------------------------------------------------------------------------------------- head and loss
@@ -289,6 +350,8 @@ def error(seed: int, dtype: torch.dtype) -> list[float]:
 
 def head_loss(recorder: common.Recorder) -> None:
     """Forward and backward of head and cross entropy against the two matrix products that it cannot do without."""
+    from dflash import losses
+
     random = torch.Generator(device="cuda").manual_seed(0)
     head = torch.randn(VOCABULARY, HIDDEN, device="cuda", generator=random).bfloat16() * 0.02
     hidden = torch.randn(ROWS, HIDDEN, device="cuda", generator=random).bfloat16().requires_grad_()
@@ -319,7 +382,7 @@ def head_loss(recorder: common.Recorder) -> None:
         "flops": 4 * ROWS * VOCABULARY * HIDDEN,
         "rounds_ms": times,
     }
-    print(f"head and loss: {times}", file=sys.stderr, flush=True)
+    say(f"head and loss: ratio {recorder.figures['head_loss_ratio']:.3f}, peak {peak >> 20} MiB, {times}")
 
 
 if __name__ == "__main__":

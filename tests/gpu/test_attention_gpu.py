@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import attention_cases as cases
@@ -16,57 +15,56 @@ from dflash.attention.api import anchor_attention
 
 pytestmark = pytest.mark.gpu
 
-NUM_SHAPES = 60
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+CANDIDATES = max(len(kernels.anchor_forward_kernel.configs), len(kernels.anchor_backward_kernel.configs))
+
+both_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["bf16", "fp32"])
 
 
-FORMS: list[dict[str, Any]] = [
-    {"block_size": 16, "group": 4, "head_dim": 128},
-    {"block_size": 7, "group": 1, "head_dim": 64, "window": 90},
-    {"block_size": 16, "group": 4, "head_dim": 128, "window": 300},
-    {"block_size": 10, "group": 3, "head_dim": 96, "causal": True, "packed": True},
-    {"block_size": 16, "group": 4, "head_dim": 128, "packed": True},
-    {"block_size": 32, "group": 8, "head_dim": 128, "causal": True, "scale": 0.2},
-    {"block_size": 4, "group": 2, "head_dim": 256, "packed": True, "window": 64},
-]
-"""What a kernel is compiled for; few, since every one costs seconds. All else is random."""
-
-
-def _case(seed: int) -> AttentionCase:
-    draw = random.Random(seed)
-    return AttentionCase(
-        batch=draw.randint(1, 3),
-        context_length=draw.randint(1, 900),
-        num_blocks=draw.randint(1, 70),
-        kv_heads=2,
-        padding=draw.random() < 0.5,
-        seed=seed,
-        **FORMS[seed % len(FORMS)],
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("seed", range(NUM_SHAPES))
+@both_dtypes
+@pytest.mark.parametrize("seed", range(cases.RANDOM_SHAPES))
 def test_right_for_random_shapes(seed: int, dtype: torch.dtype) -> None:
-    case = _case(seed)
-    with cases.fixed_config(lambda configs: configs[seed % len(FORMS) % len(configs)]):
-        found = cases.errors(case, dtype, "cuda")
-    assert max(found.values()) <= TOLERANCE[dtype], (case, found)
+    found = cases.random_errors(seed, dtype)
+    assert max(found.values()) <= TOLERANCE[dtype], (cases.random_case(seed), found)
 
 
-PAIRS = max(len(kernels.anchor_forward_kernel.configs), len(kernels.anchor_backward_kernel.configs))
-
-
-@pytest.mark.parametrize("index", range(PAIRS))
-def test_every_candidate_is_right_and_repeatable(index: int) -> None:
+@both_dtypes
+@pytest.mark.parametrize("index", range(CANDIDATES))
+def test_every_candidate_is_right_and_repeatable(index: int, dtype: torch.dtype) -> None:
     case = AttentionCase(batch=2, context_length=1500, num_blocks=64, kv_heads=2, head_dim=128, padding=True)
-    inputs, given = cases.tensors(case, torch.bfloat16, "cuda"), cases.options(case, "cuda")
+    inputs, given = cases.tensors(case, dtype, "cuda"), cases.options(case, "cuda")
     with cases.fixed_config(lambda configs: configs[index % len(configs)]):
-        found = cases.errors(case, torch.bfloat16, "cuda")
+        found = cases.errors(case, dtype, "cuda")
         runs = [cases.run(anchor_attention, inputs, given) for _ in range(3)]
-    assert max(found.values()) <= TOLERANCE[torch.bfloat16], found
+    assert max(found.values()) <= TOLERANCE[dtype], found
     for other in runs[1:]:
         assert all(torch.equal(runs[0][name], other[name]) for name in other)
+
+
+def test_more_numbers_than_31_bits_can_count() -> None:
+    """R056: queries and keys of 2.2e9 elements; the last blocks are as they would be in a small call of their own."""
+    blocks, block_size, context, heads, dim, tail = 34_000, 16, 64, 32, 128, 40
+    if torch.cuda.mem_get_info()[0] < 50 << 30:
+        pytest.skip("needs 50 GiB of free GPU memory")
+    torch.cuda.empty_cache()
+    numbers = torch.Generator(device="cuda").manual_seed(0)
+    rows, kept = blocks * block_size, tail * block_size
+    q, k, v, grad = (
+        torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16, generator=numbers)
+        for length in (rows, context + rows, context + rows, rows)
+    )
+    assert q.numel() > 1 << 31
+    anchors = torch.arange(blocks, device="cuda", dtype=torch.int32)[None] * context // blocks
+    given = {"block_size": block_size, "context_length": context}
+    small = [q[:, -kept:], *(torch.cat([t[:, :context], t[:, -kept:]], dim=1) for t in (k, v)), grad[:, -kept:]]
+    with cases.fixed_config(lambda configs: configs[0]):
+        wanted = cases.run(anchor_attention, small, {**given, "anchors": anchors[:, -tail:].contiguous()})
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        out = anchor_attention(*leaves, anchors, **given)
+        found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, grad), strict=True))
+    found["out"] = out.detach()
+    errors = {name: cases.error(found[name][:, -kept:], wanted[name][:, -kept:]) for name in wanted}
+    assert max(errors.values()) <= TOLERANCE[torch.bfloat16], errors
 
 
 def test_every_element_is_written() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import pytest
 import torch
 import triton
 from triton.runtime.autotuner import Autotuner
@@ -39,11 +40,46 @@ class AttentionCase:
         return self.num_blocks * self.block_size
 
 
+RANDOM_SHAPES = 60
+"""How many random calls are compared with float64 on a GPU, in each dtype."""
+
+FORMS: list[dict[str, Any]] = [
+    {"block_size": 16, "group": 4, "head_dim": 128},
+    {"block_size": 7, "group": 1, "head_dim": 64, "window": 90},
+    {"block_size": 16, "group": 4, "head_dim": 128, "window": 300},
+    {"block_size": 10, "group": 3, "head_dim": 96, "causal": True, "packed": True},
+    {"block_size": 16, "group": 4, "head_dim": 128, "packed": True},
+    {"block_size": 32, "group": 8, "head_dim": 128, "causal": True, "scale": 0.2},
+    {"block_size": 4, "group": 2, "head_dim": 256, "packed": True, "window": 64},
+]
+"""What a kernel is compiled for; few, since every one costs seconds. All else of a random call is random."""
+
+
+def random_case(seed: int) -> AttentionCase:
+    """A call of form ``seed % len(FORMS)`` with random sizes."""
+    draw = random.Random(seed)
+    return AttentionCase(
+        batch=draw.randint(1, 3),
+        context_length=draw.randint(1, 900),
+        num_blocks=draw.randint(1, 70),
+        kv_heads=2,
+        padding=draw.random() < 0.5,
+        seed=seed,
+        **FORMS[seed % len(FORMS)],
+    )
+
+
+def random_errors(seed: int, dtype: torch.dtype) -> dict[str, float]:
+    """Errors on a GPU of the random call of a seed, with the candidates that its form has."""
+    with fixed_config(lambda configs: configs[seed % len(FORMS) % len(configs)]):
+        return errors(random_case(seed), dtype, "cuda")
+
+
 def options(case: AttentionCase, device: str = "cpu") -> dict[str, Any]:
     """Anchors and all other arguments but q, k and v."""
-    random = torch.Generator().manual_seed(case.seed)
+    numbers = torch.Generator().manual_seed(case.seed)
     shape = (case.batch, case.num_blocks)
-    anchors = torch.randint(0, case.context_length, shape, generator=random).sort(dim=1).values.int()
+    anchors = torch.randint(0, case.context_length, shape, generator=numbers).sort(dim=1).values.int()
     given: dict[str, Any] = {
         "anchors": anchors.to(device),
         "block_size": case.block_size,
@@ -53,20 +89,20 @@ def options(case: AttentionCase, device: str = "cpu") -> dict[str, Any]:
         "scale": case.scale,
     }
     if case.padding:
-        given["num_valid"] = torch.randint(0, case.num_blocks + 1, (case.batch,), generator=random).int().to(device)
+        given["num_valid"] = torch.randint(0, case.num_blocks + 1, (case.batch,), generator=numbers).int().to(device)
     if case.packed:
-        ends = torch.randint(0, 5, (case.batch, case.context_length), generator=random) == 0
+        ends = torch.randint(0, 5, (case.batch, case.context_length), generator=numbers) == 0
         given["doc_ids"] = (ends.cumsum(dim=1) * 3 % 1000).int().to(device)
     return given
 
 
 def tensors(case: AttentionCase, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
     """q, k, v and the gradient of the output."""
-    random = torch.Generator().manual_seed(case.seed + 1)
+    numbers = torch.Generator().manual_seed(case.seed + 1)
     keys = case.context_length + case.num_rows
     queries = (case.batch, case.num_rows, case.kv_heads * case.group, case.head_dim)
     shapes = [queries, *[(case.batch, keys, case.kv_heads, case.head_dim)] * 2, queries]
-    return [torch.randn(shape, generator=random).to(dtype).to(device) for shape in shapes]
+    return [torch.randn(shape, generator=numbers).to(dtype).to(device) for shape in shapes]
 
 
 def run(
@@ -106,6 +142,5 @@ def fixed_config(choose: Callable[[list[triton.Config]], triton.Config]) -> Iter
     def run_chosen(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
         return self.fn.run(*args, **kwargs, **choose(self.configs).all_kwargs())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Autotuner, "run", run_chosen)
+    with unittest.mock.patch.object(Autotuner, "run", run_chosen):
         yield
