@@ -87,7 +87,10 @@ class Optimizer:
         Raises:
             InputError: tensors are missing or have another shape; all of them are listed.
         """
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.state().items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, master in zip(self._names, self.masters, strict=True):
+            shapes.update({f"{key}.{name}": tuple(master.shape) for key in ("master", "exp_avg", "exp_avg_sq")})
+            shapes[f"step.{name}"] = ()
         faults = [f"`{name}` is missing" for name in shapes if name not in tensors]
         for name in shapes.keys() & tensors.keys():
             if tuple(tensors[name].shape) != shapes[name]:

@@ -1,0 +1,121 @@
+"""The main job through the commands: a bundle, a frozen run, a run that it does not cover, a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dflashspec
+import pytest
+from ruamel.yaml import YAML
+
+ENV = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")}
+ENV["HF_HUB_OFFLINE"] = "1"
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def baked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the bundle of one case."""
+    folder = tmp_path_factory.mktemp("baked")
+    section = dflashspec.changed("axes.buckets", [32])
+    section["axes"]["anchors"] = [4]
+    section["drafter"]["num_layers"] = 1
+    manifest = {
+        "format": 1,
+        "name": "tiny",
+        "gpu": {"profile": "interpreter"},
+        "workload": {"plugin": "dflash", **section},
+        "measure": {"rounds": 1, "min_samples": 1, "max_samples": 1},
+    }
+    with (folder / "tiny.yaml").open("w") as file:
+        YAML(typ="safe").dump(manifest, file)
+    done = run("kernelbake", "build", "--manifest", "tiny.yaml", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_covered_run_trains_without_any_work_at_run_time(baked: Path) -> None:
+    """Its bucket is not in the manifest; every launch of it is in the bundle all the same, and the run says so."""
+    options = ("--frozen-cache", "bundle.tar", "--buckets", "64", "--steps", "3", "--output", "run")
+    done = run("dflash", "train", *options, folder=baked)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "run/drafter"
+    assert "case bucket=64 anchors=4 batch=1 layout=padded dtype=float32 is not named" in done.stderr
+    summary = json.loads((baked / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["frozen"]["hits"] > 20
+    assert summary["frozen"]["misses"] == summary["frozen"]["refusals"] == 0
+    assert summary["proof"] == {"compilations": 0, "benchmarks": 0, "subprocesses": 0}
+    for what in ("compilations", "benchmarks", "subprocesses"):
+        assert f"{what} at run time: 0\n" in done.stderr
+
+
+def test_what_the_bundle_lacks_is_listed_before_anything_is_loaded(baked: Path) -> None:
+    done = run("dflash", "train", "--frozen-cache", "bundle.tar", "--layout", "packed", folder=baked)
+    assert done.returncode == 5, done.stderr
+    assert "load target" not in done.stderr
+    missing = re.findall(r"^  (?:key|kernel|specialization) (\S+):", done.stderr, re.MULTILINE)
+    assert any("causal_conv1d" in name for name in missing)
+    assert any("chunk_fwd_kernel_o" in name for name in missing)
+    assert len(missing) >= 6
+
+
+def test_a_signal_saves_the_state_and_says_where(baked: Path) -> None:
+    command = [sys.executable, "-m", "dflash", "train", "--frozen-cache", "bundle.tar", "--output", "stopped"]
+    process = subprocess.Popen(command, cwd=baked, env=ENV, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("step 1/"):
+            process.send_signal(signal.SIGINT)
+            break
+    begin = time.monotonic()
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 130, "".join(lines) + rest
+    assert time.monotonic() - begin < 60
+    [saved] = (baked / "stopped").glob("step-*")
+    assert f"is saved in `stopped/{saved.name}`" in rest
+    assert json.loads((saved / "state.json").read_text())["step"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ((), 2, "wanted --frozen-cache"),
+        (("--frozen-cache", "bundle.tar", "--compile"), 2, "torch.compile makes kernels at run time"),
+        (("--frozen-cache", "none.tar"), 2, "none.tar"),
+        (("--frozen-cache", "tiny.yaml"), 3, "tiny.yaml"),
+        (("--frozen-cache", "bundle.tar", "--target", "no/such-folder"), 2, "wanted `random`, a folder"),
+        (("--frozen-cache", "bundle.tar", "--devices", "0:1"), 2, "the interpreter, which has one device"),
+        (("--frozen-cache", "bundle.tar", "--steps", "0"), 2, "steps: found `0`"),
+        (("--frozen-cache", "bundle.tar", "--set", "lr=1"), 2, "lr: unknown key"),
+        (("--frozen-cache", "bundle.tar", "--batch-size", "2", "--layout", "packed"), 2, "a packed batch is one row"),
+    ],
+)
+def test_input_errors_come_at_once_with_their_code(
+    baked: Path, arguments: tuple[str, ...], code: int, text: str
+) -> None:
+    done = run("dflash", "train", *arguments, folder=baked)
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_flipped_byte_is_found_first(baked: Path) -> None:
+    data = bytearray((baked / "bundle.tar").read_bytes())
+    data[len(data) // 2] ^= 1
+    (baked / "flipped.tar").write_bytes(data)
+    done = run("dflash", "train", "--frozen-cache", "flipped.tar", folder=baked)
+    assert done.returncode == 3, done.stderr
