@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from kernelbake import triton_api
 from kernelbake.errors import PlanError
-from kernelbake.keys import AutotuneKey, Config, Kernel, Specialization
+from kernelbake.keys import AutotuneKey, Config, Kernel, Specialization, Value
 from kernelbake.plan import Launch, Variant, collect
 
 _CONTROL = frozenset({"grid", "warmup"})
@@ -342,3 +343,39 @@ class Recording:
                 else:
                     self._unkeyed.append(launch)  # keeps its id from being used again
             self._seen.setdefault((self.case, id(launch)), (self.case, launch))
+
+
+# ---------------------------------------------------------------------------------------------- stock memories
+
+
+@dataclasses.dataclass(frozen=True)
+class Memories:
+    """What Triton itself remembers of the launches made in this process, read without having touched one.
+
+    Args:
+        keys: kernel name and autotune key, in Triton's flat form, of every decision.
+        specializations: kernel name and token of everything that was looked up to be launched, benchmarks included.
+    """
+
+    keys: frozenset[tuple[str, tuple[Value, ...]]]
+    specializations: frozenset[tuple[str, str]]
+
+
+def read_memories() -> Memories:
+    """Reads the caches of every live autotuner and kernel of this process.
+
+    Raises:
+        TypeError: a key holds something that can stand in none.
+    """
+    keys: set[tuple[str, tuple[Value, ...]]] = set()
+    specializations: set[tuple[str, str]] = set()
+    for item in gc.get_objects():
+        kind = type(item)  # of lazy objects `isinstance` would ask for more
+        if issubclass(kind, Autotuner):
+            name = triton_api.kernel_of(item).name
+            keys |= {(name, tuple(map(triton_api.to_value, key))) for key in list(item.cache)}
+        elif issubclass(kind, JITFunction):
+            for entry in list(item.device_caches.values()):
+                found = triton_api.looked_up(item, entry)
+                specializations |= {(triton_api.kernel_of(item).name, one.token) for one in found}
+    return Memories(frozenset(keys), frozenset(specializations))

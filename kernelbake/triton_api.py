@@ -7,6 +7,7 @@ between calls or launches anything.
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import dataclasses
@@ -316,6 +317,15 @@ def specialization(names: Sequence[str], items: Sequence[Any], options: Mapping[
     )
     given = sorted((name, to_value(value)) for name, value in options.items() if name not in _IMPLIED_OPTIONS)
     return Specialization(parameters, tuple((name, value) for name, value in given if value is not None))
+
+
+def looked_up(function: JITFunction[Any], entry: Sequence[Any]) -> list[Specialization]:
+    """Everything that a kernel was looked up with on one device, compiled or not; from an entry of ``device_caches``.
+
+    Its second part maps what the binder returned, options in printed form, to the key of the compiled kernel.
+    """
+    names = [parameter.name for parameter in function.params]
+    return [specialization(names, items, ast.literal_eval(options)) for items, options in list(entry[1])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ are forgotten after each launch, so that every candidate is tried for every clas
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from kernelbake import faketensors, triton_api  # noqa: E402
 from kernelbake.bounds import Limits  # noqa: E402
 from kernelbake.keys import Case  # noqa: E402
-from kernelbake.recorder import Observer  # noqa: E402
+from kernelbake.recorder import Observer, read_memories  # noqa: E402
 from kernelbake.shadow import LaunchLog, shadowed  # noqa: E402
 
 KERNELS = (kernels.norm, kernels.scan, kernels.scale, kernels.reduce, kernels.reduce_backward)
@@ -163,24 +162,15 @@ def uncompiled() -> Iterator[None]:
 
 
 def reached(work: dict[str, Any]) -> Reached:
-    memories = {}
     for kernel in KERNELS:
         triton_api.innermost(kernel).device_caches.clear()
         autotuner = triton_api.autotuner_of(kernel)
         if autotuner is not None:
-            autotuner.cache = memories[triton_api.kernel_of(kernel).name] = Forgetful()
+            autotuner.cache = Forgetful()
     with uncompiled():
         step(work, "cpu")
-    keys = {(name, tuple(map(triton_api.to_value, key))) for name, memory in memories.items() for key in dict(memory)}
-    specializations = set()
-    for kernel in KERNELS:
-        function = triton_api.innermost(kernel)
-        names = [parameter.name for parameter in function.params]
-        for cache in function.device_caches.values():
-            for items, options in cache[1]:
-                found = triton_api.specialization(names, items, ast.literal_eval(options))
-                specializations.add((triton_api.kernel_of(kernel).name, found.token))
-    return keys, specializations
+    memories = read_memories()
+    return set(memories.keys), set(memories.specializations)
 
 
 tried = 0
