@@ -13,10 +13,10 @@ READY := .venv/ready
 endif
 PYTEST := $(PY) -m pytest -q
 
-.PHONY: help setup demo test test-long test-gpu accept-gpu lint golden fuzz clean
+.PHONY: help setup demo test test-long test-gpu test-triton-versions accept-gpu lint golden fuzz clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "PYTHON=python3.12 make setup      another interpreter for .venv"
 	@echo "PYTHON=/path/python NO_VENV=1     an environment that is already there, for machines without a network"
@@ -38,6 +38,9 @@ test-long: $(READY) ## the same with the long property tests whole
 test-gpu: $(READY) ## the tests that need a GPU; a missing GPU is a failure
 	@KERNELBAKE_REQUIRE_GPU=1 PY="$(PY)" tools/test gpu
 
+test-triton-versions: $(READY) ## the planner with the oldest and the newest Triton (TRITONS="3.6.0 3.9.0", or folders)
+	@PY="$(PY)" tools/test-triton-versions $(TRITONS)
+
 accept-gpu: $(READY) ## build, verify, 50 frozen steps and the thread stress on this machine's GPU, into one results file
 	@$(PY) -m dflash.accept
 
@@ -46,6 +49,7 @@ lint: $(READY) ## ruff and mypy
 
 golden: $(READY) ## write the golden files anew from what the commands print now; read the difference before you commit
 	@KERNELBAKE_WRITE_GOLDEN=1 $(PYTEST) tests/golden
+	@KERNELBAKE_WRITE_GOLDEN=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/compile/test_shadow_keys.py -k golden
 
 fuzz: $(READY) ## fuzz the readers of bundles and manifests for ten minutes of CPU time
 	@$(PY) tests/fuzz/fuzz.py --cpu-seconds 600
