@@ -118,24 +118,32 @@ def generate(
     rounds: list[Round] = []
     start = _now(target.device)
     while tokens[-1] not in stop_ids and len(tokens) < max_new_tokens:
-        anchor, room = tokens[-1], min(block_size, max_new_tokens - len(tokens))
-        proposal = Proposal([])
-        if proposer is not None and room > 1:
-            proposal = proposer.propose(anchor, room - 1, sampling.temperature, judge.generator)
-        block = [anchor, *proposal.tokens]
-        found = sequence.extend(block, num_logits=len(block), undo=len(block) > 1)
-        chosen = judge.verify(found.logits_TV, proposal)
+        room = min(block_size, max_new_tokens - len(tokens))
+        chosen, drafted = _verified(sequence, proposer, judge, tokens[-1], room)
         accepted = len(chosen) - 1
-        if len(block) > 1:
-            sequence.keep(len(chosen))
-        if proposer is not None:
-            proposer.keep(block[: len(chosen)], found.features_TF[: len(chosen)])
         chosen = _up_to_stop(chosen, stop_ids)
         tokens += chosen
-        rounds.append(Round(len(proposal.tokens), accepted, len(chosen)))
+        rounds.append(Round(drafted, accepted, len(chosen)))
     finished = STOP if tokens[-1] in stop_ids else LENGTH
     clear = tuple(judge.margins[: len(tokens)])
     return Response(tuple(tokens), tuple(rounds), finished, _now(target.device) - start, clear)
+
+
+def _verified(
+    sequence: TargetSequence, proposer: Proposer | None, judge: _Judge, anchor: int, room: int
+) -> tuple[list[int], int]:
+    """One block: accepted tokens with the bonus token, and how many were drafted; what was rejected is forgotten."""
+    proposal = Proposal([])
+    if proposer is not None and room > 1:
+        proposal = proposer.propose(anchor, room - 1, judge.temperature, judge.generator)
+    block = [anchor, *proposal.tokens]
+    found = sequence.extend(block, num_logits=len(block), undo=len(block) > 1)
+    chosen = judge.verify(found.logits_TV, proposal)
+    if len(block) > 1:
+        sequence.keep(len(chosen))
+    if proposer is not None:
+        proposer.keep(block[: len(chosen)], found.features_TF[: len(chosen)])
+    return chosen, len(proposal.tokens)
 
 
 def _check(prompt: Sequence[int], max_new_tokens: int, sampling: Sampling) -> None:
@@ -167,7 +175,7 @@ class _Judge:
     def __init__(self, sampling: Sampling, measure: bool) -> None:
         self.generator = torch.Generator().manual_seed(sampling.seed)
         self.margins: list[float] = []
-        self._temperature = sampling.temperature
+        self.temperature = sampling.temperature
         self._measure = measure
 
     def verify(self, logits_TV: torch.Tensor, proposal: Proposal) -> list[int]:
@@ -177,12 +185,12 @@ class _Judge:
             logits_TV: of the anchor and the proposed tokens: row i judges proposed token i, the last row only adds.
             proposal: T − 1 tokens.
         """
-        if self._temperature == 0:
+        if self.temperature == 0:
             choices = logits_TV.argmax(dim=-1).tolist()
             accepted = _agreeing(proposal.tokens, choices)
             chosen: list[int] = [*proposal.tokens[:accepted], choices[accepted]]
         else:
-            chosen = sample(probabilities(logits_TV, self._temperature), proposal, self.generator)
+            chosen = sample(probabilities(logits_TV, self.temperature), proposal, self.generator)
         if self._measure:
             best_T2 = logits_TV[: len(chosen)].topk(2, dim=-1).values
             self.margins += (best_T2[:, 0] - best_T2[:, 1]).tolist()
