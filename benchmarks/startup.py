@@ -3,8 +3,8 @@
 Each side runs in a process of its own, several times in turn. The clock starts when everything is imported and the
 GPU's context is there. The frozen process freezes; the stock process makes its first step, finding all code and all
 tuning results in Triton's cache, which an earlier process filled. Without ``--bundle`` the bundle is made of one Gated
-DeltaNet forward at several lengths, and the first of them is the step. Writes ``startup_h200.json``, or with two GPUs
-``startup_h200x2.json``.
+DeltaNet forward at several lengths, and the first of them is the step. Writes ``startup_h200.json``, and with two GPUs
+``startup_h200x2.json`` beside it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def in_child(arguments: list[str], cache: Path) -> dict[str, Any]:
     return found
 
 
-def measure(recorder: common.Recorder, options: argparse.Namespace, folder: Path) -> None:
+def measure(recorders: dict[int, common.Recorder], options: argparse.Namespace, folder: Path) -> None:
+    """Rounds of stock and frozen on one GPU; then, with two, rounds of frozen on one and on both."""
     cache = folder / "cache"
     bundle, own = options.bundle, options.bundle is None
     if own:
@@ -126,19 +127,29 @@ def measure(recorder: common.Recorder, options: argparse.Namespace, folder: Path
         in_child(["make", str(bundle)], cache)
     place = [str(bundle), "own" if own else "given"]
     in_child(["stock", *place, "1"], cache)  # fills the cache with what the step needs
-    rounds: dict[str, list[Any]] = {"stock": [], "frozen": [], "two": []}
-    for _ in range(options.rounds):
-        rounds["stock"].append(in_child(["stock", *place, "1"], cache))
-        rounds["frozen"].append(in_child(["frozen", *place, "1"], cache))
-        if options.devices == 2:
-            rounds["two"].append(in_child(["frozen", *place, "2"], cache))
-    medians = {side: statistics.median(one["seconds"] for one in found) for side, found in rounds.items() if found}
-    recorder.raw.update(rounds)
-    recorder.add("freeze_s", medians["frozen"])
-    recorder.add("kernels", rounds["frozen"][0]["kernels"])
-    recorder.add("ratio_to_warm_stock", medians["frozen"] / medians["stock"])
+    sides = {"stock": ("stock", "1"), "frozen": ("frozen", "1")}
+    kept = {1: rounds(options.rounds, sides, place, cache)}
     if options.devices == 2:
-        recorder.add("second_gpu_s", medians["two"] - medians["frozen"])
+        kept[2] = rounds(options.rounds, {"one": ("frozen", "1"), "two": ("frozen", "2")}, place, cache)
+    medians = {side: statistics.median(one["seconds"] for one in kept[1][side]) for side in sides}
+    for recorder in recorders.values():
+        recorder.raw.update(kept[1])
+        recorder.add("freeze_s", medians["frozen"])
+        recorder.add("kernels", kept[1]["frozen"][0]["kernels"])
+        recorder.add("ratio_to_warm_stock", medians["frozen"] / medians["stock"])
+    if options.devices == 2:
+        one, two = (statistics.median(found["seconds"] for found in kept[2][side]) for side in ("one", "two"))
+        recorders[2].raw.update(kept[2])
+        recorders[2].add("second_gpu_s", two - one)
+
+
+def rounds(count: int, sides: dict[str, tuple[str, str]], place: list[str], cache: Path) -> dict[str, list[Any]]:
+    """What the sides found, each in a process of its own, in turn."""
+    found: dict[str, list[Any]] = {name: [] for name in sides}
+    for _ in range(count):
+        for name, (side, devices) in sides.items():
+            found[name].append(in_child([side, *place, devices], cache))
+    return found
 
 
 def main() -> None:
@@ -156,17 +167,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="processes of each side")
     parser.add_argument("--devices", type=int, default=1, choices=(1, 2), help="GPUs to load on")
     options = parser.parse_args()
-    name = "startup_h200" if options.devices == 1 else "startup_h200x2"
-    recorder = common.Recorder(name, __file__, options.commit, options.results)
+    names = {1: "startup_h200", 2: "startup_h200x2"}
+    recorders = {
+        count: common.Recorder(names[count], __file__, options.commit, options.results)
+        for count in range(1, options.devices + 1)
+    }
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        measure(recorder, options, Path(folder))
+        measure(recorders, options, Path(folder))
     import torch
 
     torch.cuda.is_available()  # the recorder names the machine by it
-    for figure, value in recorder.figures.items():
-        print(f"{figure:22} {value:.4f}" if isinstance(value, float) else f"{figure:22} {value}")
-    print(f"{recorder.write()} after {time.perf_counter() - begin:.0f} s")
+    for recorder in recorders.values():
+        for figure, value in recorder.figures.items():
+            print(f"{figure:22} {value:.4f}" if isinstance(value, float) else f"{figure:22} {value}")
+        print(f"{recorder.write()} after {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":
