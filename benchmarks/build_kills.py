@@ -1,8 +1,10 @@
 """Kills the builder 50 times with SIGKILL at random moments, and lets it go on each time. Any machine, no GPU.
 
 Candidates are scripted: what each does and how long it takes is written in its name, and one of them aborts its worker.
-A kill is bad if the final name then holds anything but nothing or a sound bundle, or if the build that goes on from the
-journal chooses otherwise than one that nothing disturbed, to the last byte. Writes ``build_kills.json``.
+Half of the moments are random in time, the other half in the journal's length, since most of a small build's time is
+spent on starting processes. A kill is bad if the final name then holds anything but nothing or a sound bundle, or if
+the build that goes on from the journal chooses otherwise than one that nothing disturbed, to the last byte. Writes
+``build_kills.json``.
 """
 
 from __future__ import annotations
@@ -63,10 +65,45 @@ def choices(output: Path) -> bytes:
     return digest.canonical_json([choice.to_json() for choice in bundle.read(output).choices])
 
 
-def one_kill(output: Path, after_s: float, unbroken: bytes) -> dict[str, Any]:
+def journal_of(output: Path) -> Path:
+    return output.with_name(output.name + ".work") / "journal"
+
+
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def undisturbed(output: Path) -> tuple[float, int]:
+    """Builds once; how long it took in s, and how long its journal became in bytes."""
+    start = time.perf_counter()
+    process = builder(output)
+    longest = 0
+    while process.poll() is None:
+        longest = max(longest, size_of(journal_of(output)))
+        time.sleep(0.005)
+    if process.returncode:
+        sys.exit("build_kills: the undisturbed build failed")
+    return time.perf_counter() - start, longest
+
+
+def wait(victim: subprocess.Popen[bytes], output: Path, *, after_s: float | None, after_bytes: int | None) -> None:
+    """Until the moment of the kill, or until the build has ended."""
+    start = time.perf_counter()
+    while victim.poll() is None:
+        if after_s is not None and time.perf_counter() - start >= after_s:
+            return
+        if after_bytes is not None and size_of(journal_of(output)) >= after_bytes:
+            return
+        time.sleep(0.001)
+
+
+def one_kill(output: Path, unbroken: bytes, **moment: Any) -> dict[str, Any]:
     """Kills a build once and finishes it; says what went wrong, if anything."""
     victim = builder(output)
-    time.sleep(after_s)
+    wait(victim, output, **moment)
     ended = victim.poll() is not None
     victim.send_signal(signal.SIGKILL)
     victim.wait()
@@ -76,13 +113,13 @@ def one_kill(output: Path, after_s: float, unbroken: bytes) -> dict[str, Any]:
             choices(output)
         except Exception as error:
             faults.append(f"a bad bundle under the final name: {error}")
-    journal = output.with_name(output.name + ".work") / "journal"
+    journal = journal_of(output)
     records = len(journal.read_bytes().splitlines()) if journal.exists() else 0
     if builder(output).wait():
         faults.append("the build did not go on")
     elif choices(output) != unbroken:
         faults.append("other choices than undisturbed")
-    return {"after_s": round(after_s, 3), "had_ended": ended, "journal_lines": records, "faults": faults}
+    return {**moment, "had_ended": ended, "journal_lines": records, "faults": faults}
 
 
 def main() -> None:
@@ -94,16 +131,19 @@ def main() -> None:
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        start = time.perf_counter()
-        if builder(folder / "unbroken.tar").wait():
-            sys.exit("build_kills: the undisturbed build failed")
-        whole_s = time.perf_counter() - start
+        whole_s, whole_bytes = undisturbed(folder / "unbroken.tar")
         unbroken = choices(folder / "unbroken.tar")
-        trials = []
-        for number in range(options.kills):
-            trials.append(one_kill(folder / f"{number}.tar", chance.uniform(0.1, 0.98) * whole_s, unbroken))
-            print(f"{number + 1}/{options.kills} {trials[-1]}", flush=True)
-    recorder.add("kills_tried", sum(not trial["had_ended"] for trial in trials))
+        trials: list[dict[str, Any]] = []
+        killed = 0
+        while killed < options.kills:
+            in_time = chance.random() < 0.5
+            after_s = round(chance.uniform(0.1, 0.95) * whole_s, 3) if in_time else None
+            after_bytes = None if in_time else chance.randrange(whole_bytes)
+            output = folder / f"{len(trials)}.tar"
+            trials.append(one_kill(output, unbroken, after_s=after_s, after_bytes=after_bytes))
+            killed += not trials[-1]["had_ended"]
+            print(f"{killed}/{options.kills} {trials[-1]}", flush=True)
+    recorder.add("kills_tried", killed)
     recorder.add("kills_bad", sum(bool(trial["faults"]) for trial in trials))
     recorder.raw |= {"undisturbed_s": whole_s, "trials": trials, "seed": options.seed}
     print(recorder.write())
