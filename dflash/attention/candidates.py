@@ -44,7 +44,7 @@ def forward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
         return [_forward(128, 128, 8, 3), _forward(128, 64, 8, 3), _forward(64, 64, 4, 3)]
     if capability[0] == 10:
         return [_forward(128, 64, 8, 3), _forward(64, 64, 4, 3)]
-    return [_forward(128, 32, 8, 2), _forward(128, 64, 8, 2), _forward(64, 64, 4, 2)]
+    return [_forward(128, 32, 8, 2), _forward(128, 64, 8, 2), _forward(64, 32, 4, 2)]
 
 
 def backward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
@@ -55,7 +55,7 @@ def backward_configs(capability: tuple[int, int] | None) -> list[triton.Config]:
         return [_backward((128, 64), (64, 128), 8, 3), _backward((64, 64), (64, 64), 4, 2)]
     if capability[0] == 10:
         return [_backward((128, 64), (64, 128), 8, 2), _backward((128, 64), (64, 64), 8, 3)]
-    return [_backward((64, 32), (32, 64), 4, 2), _backward((64, 64), (64, 64), 8, 1)]
+    return [_backward((64, 32), (32, 64), 4, 2), _backward((64, 64), (64, 64), 8, 2)]
 
 
 def _capability() -> tuple[int, int] | None:
