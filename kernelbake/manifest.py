@@ -46,9 +46,10 @@ class MeasurePolicy(pydantic.BaseModel):
         rounds: how often all candidates of a key are sampled in turn.
         max_extra_rounds: further rounds for winner and runner-up until they are told apart or declared tied.
         hopeless_ratio: after the first round, a candidate this many times slower than the best is sampled no more.
-        tie_threshold: relative difference of medians below which two candidates are tied; the first in the kernel's own
-            order then wins.
-        tolerance: largest ‖out − reference‖ / ‖reference‖ between candidates, where the workload names no oracle.
+        tie_threshold: relative difference of medians below which two candidates are tied; the first by its token, which
+            no order of candidates changes, then wins.
+        tolerance: largest ‖out − reference‖ / ‖reference‖ between candidates, where the workload names no oracle; for
+            bfloat16, wider types get a fraction of it.
         repeats: runs on equal inputs whose outputs must have the same bits.
         time_limit_s: wall time after which a candidate counts as hanging and its worker is ended, in s.
         seed: of the step whose inputs candidates run on.
