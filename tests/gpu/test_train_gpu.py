@@ -1,0 +1,135 @@
+"""Training on a GPU: frozen runs that do no work at run time, repeat to the bit, and keep packed documents apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one GPU here; this takes two")
+
+STEPS = "12"
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def baked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a bundle for this GPU: the demonstration's models, padded and packed."""
+    folder = tmp_path_factory.mktemp("baked")
+    text = (resources.files("kernelbake.manifests") / "demo-sm90.yaml").read_text()
+    for pattern, new in (
+        (r"(?m)^(  profile:) .*$", r"\1 running"),
+        (r"(?m)^(    layouts:) .*$", r"\1 [padded, packed]"),
+        (r"(?m)^(    batch_sizes:) .*$", r"\1 [1]"),
+    ):
+        text, count = re.subn(pattern, new, text)
+        assert count == 1
+    (folder / "here.yaml").write_text(text)
+    done = run("kernelbake", "build", "--manifest", "here.yaml", "--allow-busy-gpu", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def train(folder: Path, output: str, *options: str) -> dict[str, Any]:
+    arguments = ("--frozen-cache", "bundle.tar", "--steps", STEPS, "--output", output, *options)
+    done = run("dflash", "train", *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads((folder / output / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_frozen_run_does_no_work_at_run_time_and_repeats_to_the_bit(baked: Path, layout: str) -> None:
+    """Packed rows hold a new number of documents of new lengths in every step; the bundle covers them all."""
+    one, other = (train(baked, f"{layout}-{number}", "--layout", layout) for number in range(2))
+    assert one["proof"] == {"compilations": 0, "benchmarks": 0, "subprocesses": 0}
+    assert one["frozen"]["misses"] == one["frozen"]["refusals"] == 0
+    assert one["frozen"]["hits"] > 100
+    assert all(math.isfinite(loss) for loss in one["losses"])
+    assert one["losses"] == other["losses"]
+
+
+def test_a_stock_run_shows_that_the_counters_count(
+    baked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FLA_CACHE_RESULTS", "0")
+    stock = train(baked, "stock", "--stock")
+    assert stock["frozen"] is None
+    assert all(count > 0 for count in stock["proof"].values())
+
+
+def test_resuming_is_the_unbroken_run_to_the_bit(baked: Path) -> None:
+    whole = train(baked, "whole", "--checkpoint-every", "5")
+    rest = train(baked, "rest", "--resume", "whole/step-00000005")
+    assert rest["losses"] == whole["losses"][5:]
+
+
+@two_gpus
+def test_target_and_drafter_may_live_on_two_gpus(baked: Path) -> None:
+    """The same steps as on one GPU, up to nothing: no reduction depends on where a tensor lies."""
+    one, two = train(baked, "one"), train(baked, "two", "--devices", "0:1")
+    assert two["losses"] == one["losses"]
+    assert two["proof"] == {"compilations": 0, "benchmarks": 0, "subprocesses": 0}
+    away = train(baked, "away", "--devices", "1:1")
+    assert away["losses"] == one["losses"]
+
+
+def test_packed_features_are_those_of_each_document_alone() -> None:
+    """Stock Triton and bf16: documents that are no multiple of a chunk, convolution, recurrence and attention alike."""
+    import dflashspec
+
+    from dflash import target
+    from dflash.anchors import Drafting
+    from dflash.buckets import Sample, Shape, assemble
+    from dflash.spec import Spec
+
+    section = dflashspec.changed("target.hidden_size", 256)
+    section["target"] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 128}
+    spec = Spec.parse(section)
+    device = torch.device("cuda", 0)
+    model = target.random_target(spec.target, (0, 1), device, torch.bfloat16, seed=0)
+    lengths = [130, 64, 1, 200, 77]
+    samples = [
+        Sample(0, n, np.random.default_rng(n).integers(0, 256, length), np.ones(length, np.bool_))
+        for n, length in enumerate(lengths)
+    ]
+    drafting = Drafting(4, 256)
+    packed = model.features(assemble([samples], Shape(512, 4, 1, "packed", "bfloat16"), drafting, 0).on(device))
+    begin = 0
+    for item, length in zip(samples, lengths, strict=True):
+        alone = assemble([[item]], Shape(512, 4, 1, "padded", "bfloat16"), drafting, 0).on(device)
+        wanted = model.features(alone)[:, :length].float()
+        found = packed[:, begin : begin + length].float()
+        assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+        begin += length
+
+
+def test_a_target_that_does_not_fit_is_refused_before_it_is_made(baked: Path) -> None:
+    """A thousand layers of 27B width: both figures, and not a byte of the GPU is touched."""
+    from dflash import target
+    from dflash.spec import Spec
+    from kernelbake import manifest
+    from kernelbake.errors import InputError
+
+    wanted = Spec.parse(manifest.load(manifest.find("sm90.yaml")).section).target
+    import dataclasses
+
+    huge = dataclasses.replace(wanted, model="random", num_layers=1024)
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(InputError, match=r"its weights take [\d,]+ bytes .* has [\d,]+ bytes .* free"):
+        target.load_target(huge, (0,), torch.device("cuda", 0), torch.bfloat16, seed=0)
+    assert torch.cuda.memory_allocated() == before
