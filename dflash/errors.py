@@ -9,7 +9,15 @@ import signal
 
 from kernelbake.errors import ExitCode, InputError, KernelbakeError, MisfitError
 
-__all__ = ["DataError", "ExitCode", "ForeignPackageError", "InterruptedRunError", "ResumeError", "TrainingStoppedError"]
+__all__ = [
+    "AcceptanceError",
+    "DataError",
+    "ExitCode",
+    "ForeignPackageError",
+    "InterruptedRunError",
+    "ResumeError",
+    "TrainingStoppedError",
+]
 
 
 class DataError(InputError):
@@ -28,6 +36,10 @@ class TrainingStoppedError(KernelbakeError):
     """Training stopped by itself: a non-finite loss or gradient, a failed pair, or no memory left."""
 
     exit_code = ExitCode.STOPPED
+
+
+class AcceptanceError(KernelbakeError):
+    """Acceptance on this card found something that is not as it should be."""
 
 
 class InterruptedRunError(KernelbakeError):

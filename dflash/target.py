@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class Target:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[Callable[[], torch.Tensor]]:
-        """Keeps the outputs of the chosen layers; what it yields puts those of the last pass side by side [B, S, F]."""
+        """Keeps this thread's outputs of the chosen layers; what it yields puts the last ones side by side [B, S, F]."""
         outputs: dict[int, torch.Tensor] = {}
         handles = [
             self._model.model.layers[layer].register_forward_hook(_keep(outputs, position))
@@ -103,8 +104,11 @@ class Target:
 
 
 def _keep(outputs: dict[int, torch.Tensor], position: int) -> Any:
+    thread = threading.get_ident()
+
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        outputs[position] = output[0] if isinstance(output, tuple) else output
+        if threading.get_ident() == thread:  # another thread's pass through the same model is none of ours
+            outputs[position] = output[0] if isinstance(output, tuple) else output
 
     return hook
 
