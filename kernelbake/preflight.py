@@ -1,23 +1,29 @@
 """The preflight: is every launch of *this* run in the bundle? Asked before a weight is loaded; nothing fake comes here.
 
-A child process plans the run's own configuration while this process checks the bundle. Loads no torch.
+A child process plans the run's own configuration while this process checks the bundle. Loads no torch, but for
+``recording``, which holds the launches that a run really makes against its plan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kernelbake import bundle, planner
 from kernelbake.bundle import Bundle
+from kernelbake.compare import Difference, compare
 from kernelbake.errors import CoverageError, MisfitError
 from kernelbake.plan import Coverage, Missing, Plan, coverage
 from kernelbake.profiles import DeviceProfile
 
 INTERPRETED = "interpreted"
+
+Compare = Callable[[], Difference]
+"""Gives the difference between a plan and what was launched so far."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +123,27 @@ def preflight(
     known = {case.id for case in held.plan.cases}
     new = tuple(case.id for case in plan.cases if case.id not in known)
     return Preflight(found, plan, new, held.digest, time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def recording(plan: Plan) -> Iterator[Compare]:
+    """Records the launches of this process while the block runs, frozen or not, from any number of threads.
+
+    Args:
+        plan: a preflight's, to compare with.
+
+    Yields:
+        a function that gives the difference so far. The interpreter and the compiler are told apart by the plan.
+
+    Raises:
+        PlanError: in the launching thread, for a call that no plan can hold.
+    """
+    from kernelbake import recorder, triton_api
+
+    profile = DeviceProfile.from_json(plan.profile)
+    made = recorder.Recording(triton_api.gpu_target(profile.arch, profile.warp_size))
+    with made.recorded():
+        yield lambda: compare(plan, made.launches())
 
 
 def _section(held: Bundle) -> WorkloadSection:
