@@ -94,8 +94,10 @@ def compiled(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     [launch] = plan.launches
     codes: dict[str, Any] = {}
     for specialization in launch.variants[0].specializations:
-        made = compile_one(launch.kernel, specialization, 90, shared_limit=H200.shared_memory_bytes, folder=folder)
-        assert isinstance(made, Compiled)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # as the compile server does; 3.9 warns without it
+            made = compile_one(launch.kernel, specialization, 90, shared_limit=H200.shared_memory_bytes, folder=folder)
+        assert isinstance(made, Compiled), made
         codes[specialization.digest] = {"outcome": "ok", "code": store(Files(folder), made).to_json()}
     return {launch.kernel.to_json(): codes}, folder
 
