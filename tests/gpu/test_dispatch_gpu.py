@@ -286,7 +286,8 @@ def test_a_fresh_process_needs_no_compiler_and_no_home(made: Any, tmp_path: Path
     cache = str(home / "cache")
     right, hits, _, _ = in_child(made[0], PATH="", CC="/bin/false", HOME=str(home), TRITON_CACHE_DIR=cache)
     assert (right, hits) == (True, 1)
-    assert list(home.iterdir()) == []
+    left = [path for path in home.rglob("*") if path.is_file()]
+    assert left == []  # the CUDA driver makes an empty `.nv` where it may write
 
 
 def test_devices_may_be_named_by_uuid(made: Any) -> None:
