@@ -90,7 +90,7 @@ class Target:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[Callable[[], torch.Tensor]]:
-        """Keeps this thread's outputs of the chosen layers; what it yields puts the last ones side by side [B, S, F]."""
+        """Keeps this thread's outputs of the chosen layers; what it yields puts the last side by side [B, S, F]."""
         outputs: dict[int, torch.Tensor] = {}
         handles = [
             self._model.model.layers[layer].register_forward_hook(_keep(outputs, position))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import dflash
 from dflash.spec import Spec
 from kernelbake.errors import PlanError
 from kernelbake.keys import Case
@@ -19,6 +20,12 @@ from kernelbake.workload import Cases, Oracle
 
 if TYPE_CHECKING:
     from dflash.pairs import Pair
+
+if Path(dflash.__file__ or "").parent != Path(__file__).parent:
+    raise ImportError(
+        f"the import name `dflash` belongs to `{dflash.__file__}`, another package than this one: z-lab publishes "
+        "one of that name, and the two need an environment each"
+    )
 
 
 class DflashWorkload:

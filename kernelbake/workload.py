@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,10 +146,20 @@ def load(name: str) -> Workload:
             try:
                 workload: Workload = point.load()
             except ImportError as error:
-                raise InputError(f"workload `{name}`: its plug-in does not import: {error}") from error
+                where = _where_from(point)
+                raise InputError(f"workload `{name}`: its plug-in does not import: {error}{where}") from error
             return workload
     known = ", ".join(f"`{known}`" for known in names()) or "none"
     raise InputError(f"workload: `{name}` is not installed; installed plug-ins: {known}")
+
+
+def _where_from(point: importlib.metadata.EntryPoint) -> str:
+    """Says where the plug-in's package comes from: one of the same name may stand before it on the path."""
+    root = point.value.partition(".")[0]
+    found = importlib.util.find_spec(root)
+    if found is None or point.dist is None:
+        return ""
+    return f"; `{root}` is imported from `{found.origin}`, wanted the one that `{point.dist.name}` installed"
 
 
 def _points() -> Iterator[importlib.metadata.EntryPoint]:
