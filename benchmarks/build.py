@@ -171,7 +171,7 @@ def main() -> None:
         total_wait_s = time.perf_counter() - start
         first = bundle.read(result.path)
         print(f"built: {raw_of(result)}", flush=True)
-        by_stock = run_stock(made, [case.to_json() for case in first.plan.cases], folder)
+        by_stock = run_stock(made, [case.to_json() for case in reversed(first.plan.cases)], folder)  # as the build does
         print(f"stock: {by_stock}", flush=True)
         patient = made.measure.model_copy(update={"hopeless_ratio": 1e9, "seed": made.measure.seed})
         again = dataclasses.replace(made, measure=patient)
