@@ -76,10 +76,11 @@ def run(request: Request, report: Report = lambda done, total, message: None) ->
     Raises:
         PlanError: the workload cannot be planned, with the reason.
         InputError: the plug-in is not installed or refuses its section.
+        UnsupportedError: this Triton is not one that is known, or something has replaced functions of it.
     """
     profile = DeviceProfile.from_json(request.profile)
     limits = bounds.Limits(**request.limits)
-    triton_api.check_supported()
+    triton_api.check_interfaces()
     if not request.interpreted:
         fakedevice.install(profile)
     plugin = find_workload(request.plugin)

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import random
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,40 @@ def test_a_warm_up_of_32_tokens_lacks_the_norm_of_8192(operations: Plan) -> None
         assert "NB=2" in item.wanted
         assert item.nearest == ("NB: `2`; `1`",)
         assert all("length=8192" in case for case in item.cases)
+
+
+def of_operation(plan: Plan, name: str) -> Plan:
+    """The part of a plan that one operation needs."""
+    ids = {case.id for case in plan.cases if case["operation"] == name}
+    launches = []
+    for launch in plan.launches:
+        variants = tuple(item for item in launch.variants if ids.intersection(item.cases))
+        if variants:
+            launches.append(dataclasses.replace(launch, variants=variants))
+    return dataclasses.replace(plan, launches=tuple(launches))
+
+
+def test_a_state_that_was_not_baked_is_told_by_its_dtype(operations: Plan) -> None:
+    missing = coverage(of_operation(operations, "gdn_cache"), baked(of_operation(operations, "gdn"))).missing
+    assert {item.kind for item in missing} == {"key"}
+    assert {item.where.rpartition(".")[2] for item in missing} == {"chunk_gated_delta_rule_fwd_kernel_h_blockdim64"}
+    for item in missing:
+        assert item.nearest == ("dtype of h0: `torch.float32`; `absent`", "dtype of ht: `torch.float32`; `absent`")
+
+
+def test_three_lengths_cover_every_length_of_a_convolution() -> None:
+    """Its key once followed the number of tokens; now lengths differ by class only: 1, a multiple of 16, or neither."""
+    drawn = random.Random(7).sample(range(1, 4097), 24)
+    plan = plan_operations(
+        "rtx-pro-6000-blackwell", operations=["conv", "conv_update"], lengths=sorted({1, 16, 17, *drawn})
+    )
+    keys = [(launch.kernel.qualname, len(launch.key.dtypes)) for launch in plan.launches if launch.key]
+    names = [f"causal_conv1d_{part}_kernel" for part in ("bwd", "fwd", "update")]
+    assert keys == list(zip([*names, names[2]], [6, 3, 4, 3], strict=True))
+    assert coverage(plan, baked(restricted(plan, 1, 16, 17))).complete
+    updates = [launch for launch in plan.launches if launch.kernel.qualname == "causal_conv1d_update_kernel"]
+    assert ["cache" in dict(launch.key.dtypes) for launch in updates if launch.key] == [True, False]
+    assert "restore_value" in plan.kernels["fla.modules.causal_conv1d.ops.causal_conv1d_update_kernel"].hooks
 
 
 def test_hopper_has_candidates_of_its_own_and_no_backward_before_triton_3_7() -> None:

@@ -109,6 +109,17 @@ def conv(batch: int, length: int, bounds: Any) -> None:
     _backward(causal_conv1d(x, weight=weight, bias=None, activation="silu", cu_seqlens=bounds)[0])
 
 
+def conv_update(batch: int, length: int, bounds: Any) -> None:
+    """One token a row, with the cache that is updated in place and without one."""
+    import torch
+    from fla.modules.causal_conv1d.ops import causal_conv1d_update
+
+    width = 2 * H * K + HV * V
+    with torch.no_grad():
+        for cache in (_new(length, width, 4, grad=False), None):
+            causal_conv1d_update(_new(length, width, grad=False), cache, weight=_new(width, 4, grad=False))
+
+
 def rotary(batch: int, length: int, bounds: Any) -> None:
     from fla.modules.rotary import rotary_embedding
 
@@ -149,7 +160,7 @@ OPERATIONS: dict[str, Callable[[int, int, Any], None]] = {
     function.__name__: function
     for function in (
         *(gdn, gdn_forward, gdn_cache, recurrent, gated_norm, norm, conv, rotary, swiglu),
-        *(linear_cross_entropy, cross_entropy, kl_div),
+        *(linear_cross_entropy, cross_entropy, kl_div, conv_update),
     )
 }
 
