@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kernelbake import bundle, planner
+from kernelbake.bounds import Limits
 from kernelbake.bundle import Bundle
 from kernelbake.compare import Difference, compare
 from kernelbake.errors import CoverageError, MisfitError
@@ -117,6 +119,7 @@ def preflight(
             own.profile,
             on_progress=on_progress,
             paths=paths,
+            limits=Limits(max_variants=sys.maxsize),  # what is not in the bundle is refused anyway
         )
     found = coverage(plan, held.inventory())
     refuse(plan, held, found, "preflight")
