@@ -171,6 +171,8 @@ def _cuda_queries(profile: DeviceProfile) -> dict[str, Any]:
         "init": None,
         "empty_cache": None,
         "reset_peak_memory_stats": None,
+        "set_rng_state": None,
+        "memory_stats": {},
         "mem_get_info": (profile.total_memory_bytes, profile.total_memory_bytes),
         "memory_allocated": 0,
         "max_memory_allocated": 0,
@@ -178,7 +180,8 @@ def _cuda_queries(profile: DeviceProfile) -> dict[str, Any]:
         "max_memory_reserved": 0,
     }
     classes = {"device": _NoContext, "device_of": _NoContext, "stream": _NoContext, "Stream": FakeStream}
-    return {**{name: _constant(value) for name, value in constants.items()}, **classes, "Event": FakeStream}
+    made = {"Event": FakeStream, "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8)}
+    return {**{name: _constant(value) for name, value in constants.items()}, **classes, **made}
 
 
 def _constant(value: Any) -> Any:

@@ -52,6 +52,9 @@ def _methods() -> dict[str, Any]:
             self, CUDA, None, False, memory_format
         ),
         "new_tensor": _new_tensor,
+        "pin_memory": lambda self, device=None: self,
+        "is_pinned": lambda self, device=None: False,
+        "__deepcopy__": _deepcopy,
         "tolist": _tolist,
         "numpy": _numpy,
         "__array__": _array,
@@ -134,6 +137,16 @@ def _moved(
 
 def _new_tensor(self: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
     return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **options})
+
+
+def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(self) not in memo:
+        with torch.no_grad():
+            copied = self.clone(memory_format=torch.preserve_format)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+    return memo[id(self)]
 
 
 def _tolist(self: torch.Tensor) -> Any:

@@ -226,13 +226,12 @@ class ShadowMode(FakeTensorMode):
 
     def _place(self, func: Any, tensor: torch.Tensor, device: torch.device | None) -> torch.device | None:
         """Where a result goes: C++ code names the CPU when it means the device that a tensor is on."""
-        if device is None or not isinstance(tensor, FakeTensor):
-            return device if device is None or not _is_meta(device) else CUDA
-        if func is not _aten._to_copy.default:
-            return tensor.fake_device
-        if _is_meta(device):  # so does the borrowed guard call the current device
+        if device is None:
+            return None
+        if _is_meta(device) and func is _aten._to_copy.default:  # so does the borrowed guard call the current device
             return CUDA
-        return tensor.fake_device if device.type == "cpu" and not self.moving else device
+        meant_here = device.type == "cpu" and isinstance(tensor, FakeTensor) and not self.moving
+        return tensor.fake_device if meant_here else device
 
     def device_for_cpp(self, tensor: FakeTensor) -> torch.device:
         """The device that torch's C++ code is told: the CPU, so that backward asks for no streams.

@@ -197,6 +197,7 @@ def checks() -> Any:
         *("autocast_casts_as_on_a_gpu_forward_and_backward", "integers_are_followed", "content_lives_in_the_storage"),
         *("an_unknown_value_is_asked_for_in_vain", "draws_are_known_from_a_generator_on_the_host"),
         *("a_known_mask_selects_from_the_unknown", "large_tensors_cost_nothing"),
+        *("modules_and_states_are_copied", "routing_of_experts_is_planned"),
         *("stand_ins_have_the_tensors_alignment", "equal_layouts_are_remembered_and_right"),
     ],
 )

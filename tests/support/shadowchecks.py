@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import sys
 import traceback
@@ -133,6 +134,36 @@ def modules_move_in_place() -> None:
         one is other and one.dtype == torch.bfloat16 for one, other in zip(module.parameters(), before, strict=True)
     )
     assert module[1].weight is module[0].bias
+
+
+@check
+def modules_and_states_are_copied() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to("cuda")
+    module[1].weight = module[0].bias
+    copied = copy.deepcopy(module)
+    assert copied[1].weight is copied[0].bias
+    assert copied[0].bias is not module[0].bias
+    assert all(isinstance(one, nn.Parameter) and one.requires_grad for one in copied.parameters())
+    assert {str(one.device) for one in copied.parameters()} == {"cuda:0"}
+    copied.load_state_dict(module.state_dict())
+    empty = nn.Linear(8, 8, device="meta").to_empty(device="cuda")
+    assert str(empty.weight.device) == "cuda:0"
+    state = torch.cuda.get_rng_state()
+    torch.cuda.set_rng_state(state)
+    assert str(torch.ones(3).pin_memory().to("cuda", non_blocking=True).device) == "cuda:0"
+
+
+@check
+def routing_of_experts_is_planned() -> None:
+    """Counting, sorting and grouped products, as mixtures of experts make them."""
+    experts = torch.randint(0, 8, (16, 2), device="cuda")
+    assert torch.histc(experts.view(-1), bins=8, min=0, max=7).shape == (8,)
+    order = torch.sort(experts.view(-1))[1]
+    assert F.embedding(order, torch.randn(32, 64, device="cuda")).shape == (32, 64)
+    rows = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(8, 64, 32, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(8, device="cuda", dtype=torch.int32)
+    assert torch._grouped_mm(rows, weights, offs=ends).shape == (32, 32)
 
 
 # ---------------------------------------------------------------------------------------------- backward, autocast
