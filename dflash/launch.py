@@ -149,6 +149,9 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
                 wanted = None if plan.interpreted else numbers
                 frozen = stack.enter_context(freeze(plan.run.bundle, wanted, trusted=trusted(plan.run)))
         stack.enter_context(WORKLOAD.prepare(interpreted=plan.interpreted))
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # what matters of its warnings is an error of ours, or stands in the bundle
         yield Started(frozen, proof.start())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dflash import checkpoint, data, devices, drafter, export, sources, target
+from dflash import checkpoint, data, devices, drafter, export, memory, sources, target
 from dflash.anchors import Drafting
 from dflash.buckets import Batch, Shape
 from dflash.config import RunConfig
@@ -160,6 +160,7 @@ def build(job: Job) -> Trainer:
         checkpoint.check_same_run(resumed[0], spec, run.seed, job.bundle, other_bundle=run.other_bundle)
     there = torch_device(run.devices.target, interpreted=job.interpreted)
     here = torch_device(run.devices.drafter, interpreted=job.interpreted)
+    memory.check(memory.needs(spec, there, here))
     model = target.load_target(spec.target, spec.drafter.target_layer_ids, there, dtype, seed=run.seed)
     torch.manual_seed(run.seed)
     network = drafter.build(spec.drafter, spec.target.hidden_size, here, dtype)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash import hub, target
+from dflash import drafter, hub, memory, target
 from dflash.anchors import Drafting
 from dflash.buckets import Batch, Sample, Shape, assemble
 from dflash.spec import Spec, TargetSpec
@@ -206,6 +206,25 @@ def test_the_size_is_known_before_anything_is_made() -> None:
     wanted = spec(num_layers=8, full_attention_interval=4)
     made = target.random_target(wanted, (0,), CPU, torch.float32, seed=0)
     assert target.parameter_bytes(wanted, torch.float32) == made.num_parameters * 4
+
+
+def test_a_run_that_does_not_fit_lists_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one device target and drafter are added up; on two, each has its own, and the head is there twice."""
+    whole = Spec.parse(dflashspec.TINY)
+    needs = memory.needs(whole, CPU, CPU)
+    network = drafter.build(whole.drafter, 64, CPU, torch.float32)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    assert [need.num_bytes for need in needs[1:]] == [4 * count, 16 * count]
+    total = sum(need.num_bytes for need in needs)
+    monkeypatch.setattr(memory.devices, "free_bytes", lambda device: total)
+    memory.check(needs)
+    monkeypatch.setattr(memory.devices, "free_bytes", lambda device: total - 1)
+    with pytest.raises(InputError, match=f"cpu: {total:,} bytes .* needed, {total - 1:,} bytes") as caught:
+        memory.check(needs)
+    assert len(caught.value.reasons) == 4
+    apart = memory.needs(whole, CPU, torch.device("meta"))
+    assert apart[-1].num_bytes == 264 * 64 * 4
+    memory.check(apart)
 
 
 def test_a_target_that_does_not_fit_is_refused_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
