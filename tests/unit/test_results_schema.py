@@ -155,3 +155,11 @@ def test_a_good_file_has_no_fault() -> None:
 )
 def test_faults_are_found(change: dict[str, Any], fault: str) -> None:
     assert any(line.startswith(fault) for line in faults({**GOOD, **change}, "build_kills"))
+
+
+def test_the_readme_says_what_the_files_say() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| ([\d.]+) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert rows
+    for name, figure, said in rows:
+        value = json.loads((RESULTS / f"{name}.json").read_text())["figures"][figure]
+        assert round(value, len(said.partition(".")[2])) == float(said), f"{name} {figure}: {value}"
