@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import dflashspec
 import pytest
 
+from dflash import workload as workload_module
 from dflash.spec import Spec, computed_layer_ids
 from dflash.workload import WORKLOAD
 from kernelbake import workload
+from kernelbake.errors import PlanError
 from kernelbake.workload import FaultsError
 
 
@@ -187,3 +190,25 @@ def test_a_slot_count_may_be_missing_for_a_bucket() -> None:
     spec = Spec.parse(dflashspec.changed("axes.anchors", [32]))
     assert spec.axes.slots(32) is None
     assert spec.axes.slots(64) == 32
+
+
+def test_bfloat16_is_refused_where_the_interpreter_would_get_it_wrong() -> None:
+    spec = WORKLOAD.parse(dflashspec.changed("axes.dtype", "bfloat16"))
+    with pytest.raises(PlanError, match="dtype `bfloat16` on the CPU; wanted `float32`"):
+        WORKLOAD.open(spec, device="cpu", seed=0)
+
+
+@pytest.mark.parametrize(("frozen", "file"), [(False, "fla"), (True, "fla"), (False, "other")])
+def test_what_fla_refuses_of_a_backward_pass_is_a_refusal_to_plan(
+    frozen: bool, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper with Triton 3.4 to 3.7.0 flash-linear-attention raises in its backward pass, with the reason."""
+    scope: dict[str, Any] = {}
+    source = "def step(batches, lr):\n    raise RuntimeError('produces incorrect results')\n"
+    exec(compile(source, f"/somewhere/{file}/ops/common/chunk_o.py", "exec"), scope)
+    monkeypatch.setattr(workload_module, "_representative_pair", lambda *args: SimpleNamespace(step=scope["step"]))
+    spec = WORKLOAD.parse(dflashspec.changed("target.frozen", frozen))
+    session = WORKLOAD.open(spec, device="cpu", seed=0)
+    wanted = PlanError if not frozen and file == "fla" else RuntimeError
+    with pytest.raises(wanted, match="produces incorrect results"):
+        session.step(WORKLOAD.cases(spec).planned[0])
