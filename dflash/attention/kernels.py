@@ -197,7 +197,7 @@ def anchor_forward_kernel(
         top, total, acc = _accumulate(dots, scale_log2, v, top, total, acc)
 
     first, inner_begin, inner_end, last = _span(begin, end, valid, context_length, BLOCK_N, BOUNDED)
-    for key in tl.range(first, last, BLOCK_N):
+    for key in tl.range(first, last, BLOCK_N, num_stages=2 if HEAD_DIM > 128 else None):  # 3 of 256 do not fit
         k = _load_keys(k_ptr, key, context_length, KEY_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N)
         v = _load_keys(v_ptr, key, context_length, KEY_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N)
         dots = _dot(q, tl.trans(k))

@@ -1,7 +1,7 @@
 """The candidates of the attention kernels compile without a GPU, fit shared memory, and use the matrix unit.
 
-All of sm_120 are compiled always, as no GPU of that kind measured them; of sm_90 the first of each kernel. A long run
-compiles all, for more forms of calls.
+All of sm_120 are compiled always, as no GPU of that kind measured them; of sm_90 the first of each kernel. Head dim 256
+takes the most memory. A long run compiles all, for more forms of calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ OTHERS = [
     for form in OTHER_FORMS
     for capability in GPUS
     for name, config in offline.configs(capability)
-    if LONG or (form == OTHER_FORMS[0] and capability == 120 and name == "backward")
+    if LONG
+    or (form == OTHER_FORMS[0] and (capability, name) == (120, "backward"))
+    or (form == OTHER_FORMS[0] and capability == 90 and offline.label(config) == FIRST_OF_SM_90["forward"])
 ]
 
 _built: dict[tuple[int, str, str], Built] = {}
