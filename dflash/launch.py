@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash import config, hub
+from dflash import section
 from dflash.config import RunConfig
-from dflash.spec import Spec, computed_layer_ids
+from dflash.spec import Spec
 from dflash.workload import WORKLOAD
 from kernelbake.errors import InputError
 from kernelbake.preflight import INTERPRETED, Preflight, WorkloadSection, preflight, workload_of
@@ -66,31 +66,9 @@ def settle(run: RunConfig) -> Plan:
     held = workload_of(run.bundle, trusted=trusted(run))
     if held.plugin != WORKLOAD.name:
         raise InputError(f"bundle `{run.bundle}`: made for workload `{held.plugin}`; wanted `{WORKLOAD.name}`")
-    spec = spec_of(run, held.section)
+    spec = section.of_run(run, held.section)
     _check_devices(run, interpreted=held.made == INTERPRETED)
     return Plan(run, spec, held)
-
-
-def spec_of(run: RunConfig, section: Mapping[str, Any]) -> Spec:
-    """The workload's section of a run: the bundle's, with what the run says instead.
-
-    Raises:
-        InputError: a target that cannot be found, shapes that cannot be.
-    """
-    spec = config.apply(run, _with_target(run, WORKLOAD.parse(section)))
-    if spec.target.frozen is False:
-        raise InputError("target: the manifest plans a backward pass through it; training always freezes it")
-    return spec
-
-
-def _with_target(run: RunConfig, spec: Spec) -> Spec:
-    """The section with the dimensions of the target that will be loaded; computed layers are computed anew."""
-    target = hub.resolve(run.target or spec.target.model, spec.target)
-    section = dataclasses.replace(spec, target=target).to_json()
-    ids, count = spec.drafter.target_layer_ids, spec.drafter.num_layers
-    if ids == computed_layer_ids(spec.target.num_layers, count):
-        section["drafter"]["target_layer_ids"] = None
-    return WORKLOAD.parse(section)
 
 
 def _check_devices(run: RunConfig, *, interpreted: bool) -> None:

@@ -40,9 +40,10 @@ class DflashWorkload:
         return spec.to_json()
 
     def of_run(self, path: Path, section: Mapping[str, Any]) -> Spec:
-        from dflash import config, launch
+        from dflash import config
+        from dflash import section as sections
 
-        return launch.spec_of(config.load(path, (), {}), section)
+        return sections.of_run(config.load(path, (), {}), section)
 
     def cases(self, spec: Spec) -> Cases:
         return spec.axes.cases()
