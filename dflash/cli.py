@@ -87,7 +87,7 @@ def train(file: Path | None, settings: tuple[str, ...], stock: bool, compile_: b
     """Train a drafter from a bundle: preflight, freeze, load, steps, checkpoint."""
     if compile_:
         raise InputError(
-            "train: --compile with a frozen bundle; wanted one of the two",
+            "train: --compile was given; wanted a run whose kernels all come from the bundle",
             hint="torch.compile makes kernels at run time, under names that change with torch: no bundle can hold them",
         )
     from dflash import launch
