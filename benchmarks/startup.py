@@ -1,10 +1,10 @@
 """How long a freeze takes: every kernel of a bundle, against what a stock process with a warm Triton cache spends.
 
-Each side runs in a process of its own, several times in turn. The clock starts when everything is imported and the
-GPU's context is there. The frozen process freezes; the stock process makes its first step, finding all code and all
-tuning results in Triton's cache, which an earlier process filled. Without ``--bundle`` the bundle is made of one Gated
-DeltaNet forward at several lengths, and the first of them is the step. Writes ``startup_h200.json``, and with two GPUs
-``startup_h200x2.json`` beside it.
+Each side runs in a process of its own, several times in turn. All processes import and make their contexts first, side
+by side, and wait; then one after the other is let go, alone, and its clock starts. The frozen process freezes; the
+stock process makes its first step, finding all code and all tuning results in Triton's cache, which an earlier process
+filled. Without ``--bundle`` the bundle is made of one Gated DeltaNet forward at several lengths, and the first of them
+is the step. Writes ``startup_h200.json``, and with two GPUs ``startup_h200x2.json`` beside it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import common
 
+READY = "ready"
 LENGTHS = (512, 1024, 2048, 3072, 4096, 8192)
 
 
@@ -92,6 +93,8 @@ def child(side: str, bundle: Path, own: bool, devices: int) -> dict[str, Any]:
     for device in range(devices):
         torch.zeros(1, device=f"cuda:{device}")
         torch.cuda.synchronize(device)
+    print(READY, flush=True)
+    sys.stdin.readline()
     start = time.perf_counter()
     if side == "stock":
         assert steps is not None
@@ -107,15 +110,42 @@ def child(side: str, bundle: Path, own: bool, devices: int) -> dict[str, Any]:
     return found
 
 
-def in_child(arguments: list[str], cache: Path) -> dict[str, Any]:
-    """Runs this file as a child with Triton's cache in a folder of its own, and reads its last line."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_CACHE_AUTOTUNING": "1"}
-    command = [sys.executable, __file__, "--child", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(arguments)}:\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Process:
+    """A child of this file that has everything imported and waits, with Triton's cache in a folder of its own."""
+
+    def __init__(self, arguments: list[str], cache: Path) -> None:
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_CACHE_AUTOTUNING": "1"}
+        command = [sys.executable, __file__, "--child", *arguments]
+        self._arguments, self._errors = arguments, tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
+        )
+
+    def wait_until_ready(self) -> None:
+        """Returns once the child waits to be let go."""
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            if line.strip() == READY:
+                return
+        self._fail()
+
+    def go(self) -> dict[str, Any]:
+        """Lets the child go, and gives what its last line says."""
+        out, _ = self._child.communicate("go\n")
+        if self._child.returncode:
+            self._fail()
+        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return found
+
+    def end(self) -> None:
+        """Ends the child, if it is still there."""
+        self._child.kill()
+        self._child.wait()
+
+    def _fail(self) -> NoReturn:
+        self._child.wait()
+        self._errors.seek(0)
+        sys.exit(f"{' '.join(self._arguments)}:\n{self._errors.read()[-4000:]}")
 
 
 def measure(recorders: dict[int, common.Recorder], options: argparse.Namespace, folder: Path) -> None:
@@ -124,32 +154,49 @@ def measure(recorders: dict[int, common.Recorder], options: argparse.Namespace, 
     bundle, own = options.bundle, options.bundle is None
     if own:
         bundle = folder / "bundle.tar"
-        in_child(["make", str(bundle)], cache)
+        maker = Process(["make", str(bundle)], cache)
+        maker.wait_until_ready()
+        maker.go()
     place = [str(bundle), "own" if own else "given"]
-    in_child(["stock", *place, "1"], cache)  # fills the cache with what the step needs
     sides = {"stock": ("stock", "1"), "frozen": ("frozen", "1")}
-    kept = {1: rounds(options.rounds, sides, place, cache)}
-    if options.devices == 2:
-        kept[2] = rounds(options.rounds, {"one": ("frozen", "1"), "two": ("frozen", "2")}, place, cache)
-    medians = {side: statistics.median(one["seconds"] for one in kept[1][side]) for side in sides}
+    pairs = {"one": ("frozen", "1"), "two": ("frozen", "2")} if options.devices == 2 else {}
+    kept = rounds(options.rounds, sides, pairs, place, cache)
+    medians = {side: statistics.median(one["seconds"] for one in kept[side]) for side in sides}
     for recorder in recorders.values():
-        recorder.raw.update(kept[1])
+        recorder.raw.update(kept)
         recorder.add("freeze_s", medians["frozen"])
-        recorder.add("kernels", kept[1]["frozen"][0]["kernels"])
+        recorder.add("kernels", kept["frozen"][0]["kernels"])
         recorder.add("ratio_to_warm_stock", medians["frozen"] / medians["stock"])
     if options.devices == 2:
-        one, two = (statistics.median(found["seconds"] for found in kept[2][side]) for side in ("one", "two"))
-        recorders[2].raw.update(kept[2])
+        one, two = (statistics.median(found["seconds"] for found in kept[side]) for side in pairs)
         recorders[2].add("second_gpu_s", two - one)
 
 
-def rounds(count: int, sides: dict[str, tuple[str, str]], place: list[str], cache: Path) -> dict[str, list[Any]]:
-    """What the sides found, each in a process of its own, in turn."""
-    found: dict[str, list[Any]] = {name: [] for name in sides}
-    for _ in range(count):
-        for name, (side, devices) in sides.items():
-            found[name].append(in_child([side, *place, devices], cache))
-    return found
+def rounds(
+    count: int,
+    sides: dict[str, tuple[str, str]],
+    pairs: dict[str, tuple[str, str]],
+    place: list[str],
+    cache: Path,
+) -> dict[str, list[Any]]:
+    """What the sides found, in turn, and after them the pairs, in turn; a first stock process fills the cache."""
+    order = [*list(sides) * count, *list(pairs) * count]
+    filling = Process(["stock", *place, "1"], cache)
+    processes = []
+    try:
+        for name in order:
+            side, devices = {**sides, **pairs}[name]
+            processes.append(Process([side, *place, devices], cache))
+        for process in (filling, *processes):
+            process.wait_until_ready()
+        filling.go()
+        found: dict[str, list[Any]] = {name: [] for name in order}
+        for name, process in zip(order, processes, strict=True):
+            found[name].append(process.go())
+        return found
+    finally:
+        for process in (filling, *processes):
+            process.end()
 
 
 def main() -> None:
@@ -157,6 +204,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         side, bundle, *rest = sys.argv[2:]
         if side == "make":
+            print(READY, flush=True)
             make(Path(bundle))
             print("{}")
         else:
