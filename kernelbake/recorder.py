@@ -205,7 +205,7 @@ def signature(launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     try:
         keywords = tuple((name, _part(value)) for name, value in kwargs.items() if name not in _CONTROL)
         return (id(launchable), tuple(_part(arg) for arg in args), keywords)
-    except TypeError:
+    except (TypeError, RuntimeError):  # an unknown kind of argument, or a tensor without plain memory
         return None
 
 
