@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernelbake import bundle, digest, gpu, journal, packing, planner
+from kernelbake import bundle, children, digest, gpu, journal, packing, planner
 from kernelbake.compiling import CompileServer, Task, tasks_of
 from kernelbake.errors import BuildError, InputError, MisfitError
 from kernelbake.fingerprint import Fingerprint
@@ -36,12 +36,6 @@ if TYPE_CHECKING:
 
 ENGINE = "kernelbake.measure:run"
 """What measures for real, inside a worker: a function of job, plan and report."""
-
-_COMPILE_LIMIT_FACTOR = 10
-"""A compilation may take this many times as long as the measuring of a candidate."""
-
-_PASSED = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-"""Variables of Triton that a build obeys: which assembler it uses. All others would change code behind its back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +198,7 @@ class _Build:
             server = stack.enter_context(self._server(plan, 0 if self._manifest.interpreted or source else jobs))
             fingerprint, utilities = server.facts()
         if source is not None:
-            _check_fits(source, fingerprint)
+            children.check_fits(source, fingerprint, "--from")
         return fingerprint, utilities, None if self._manifest.interpreted else server, source
 
     @property
@@ -222,16 +216,8 @@ class _Build:
 
     def _wanted_gpu(self) -> gpu.Monitor:
         """The GPU to measure on, which has to be the manifest's and free; found out before anything takes time."""
-        probe = gpu.Probe(self._worker_environment(), self._folder / "probe.log")
-        try:
-            found = probe.answer()
-        finally:
-            probe.close()
-        gpu.check_wanted(found["profile"], self._manifest.profile.to_json())
-        monitor = gpu.Monitor(found["uuid"])
-        if not self._options.allow_busy_gpu:
-            gpu.check_free(monitor)
-        return monitor
+        profile, log = self._manifest.profile.to_json(), self._folder / "probe.log"
+        return gpu.wanted(profile, self._worker_environment(), log, allow_busy=self._options.allow_busy_gpu)
 
     # ------------------------------------------------------------------------------------------ plan
 
@@ -268,29 +254,7 @@ class _Build:
     # ------------------------------------------------------------------------------------------ compile
 
     def _server(self, plan: Plan, jobs: int) -> CompileServer:
-        job = {
-            "profile": dict(plan.profile),
-            "kernels": [facts.to_json() for facts in plan.kernels.values()],
-            "folder": str(self._files.folder),
-            "jobs": jobs,
-            "time_limit_s": _COMPILE_LIMIT_FACTOR * self._manifest.measure.time_limit_s,
-            "interpreted": self._manifest.interpreted,
-            "line_info": self._manifest.compile.line_info,
-            "fp_fusion": self._manifest.compile.fp_fusion,
-        }
-        return CompileServer(job, self._compile_environment(), self._folder / "compile.log")
-
-    def _compile_environment(self) -> dict[str, str]:
-        compile_ = self._manifest.compile
-        passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
-        return {
-            **planner.environment(os.environ, interpreted=self._manifest.interpreted),
-            **passed,
-            "TRITON_CACHE_DIR": str(self._folder / "triton"),
-            "TRITON_DEFAULT_FP_FUSION": "1" if compile_.fp_fusion else "0",
-            **({} if compile_.line_info else {"TRITON_DISABLE_LINE_INFO": "1"}),
-            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-        }
+        return children.compile_server(self._manifest, plan, self._files.folder, self._folder, jobs)
 
     def _open_journal(self, state: State, fingerprint: Fingerprint) -> None:
         header = {
@@ -427,14 +391,7 @@ class _Build:
                 self._write(state, record)
 
     def _worker_environment(self) -> dict[str, str]:
-        """The machine's own, since a driver may need any of it, without what would change Triton or FLA."""
-        dropped = ("TRITON_", "FLA_CACHE_", "FLA_CONFIG_", "FLA_GPU_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-        planned = planner.environment(os.environ, interpreted=self._manifest.interpreted)
-        fixed = {name: planned[name] for name in ("PYTHONPATH", "FLA_CACHE_RESULTS", "FLA_CACHE_MODE")}
-        interpreter = {"TRITON_INTERPRET": "1"} if self._manifest.interpreted else {}
-        cache = {"TRITON_CACHE_DIR": str(self._folder / "triton")}
-        return {**kept, **fixed, **interpreter, **cache, **self._ranks.device_variables()}
+        return {**children.worker_environment(self._manifest, self._folder), **self._ranks.device_variables()}
 
     # ------------------------------------------------------------------------------------------ pack
 
@@ -481,14 +438,3 @@ def _facts(fingerprint: Fingerprint) -> dict[str, Any]:
 def _identity(plan: Plan) -> str:
     """Digest of what a plan asks for; the versions of the planning process are the fingerprint's business."""
     return digest.of_bytes(digest.canonical_json({**plan.to_json(), "versions": None}))
-
-
-def _check_fits(source: bundle.Bundle, here: Fingerprint) -> None:
-    """Refuses code that was compiled by something else than what is here."""
-    from kernelbake.fingerprint import compare
-
-    found = [difference for difference in compare(source.fingerprint, here) if difference.refuses]
-    if found:
-        raise MisfitError(
-            f"--from: it was compiled for something else; {len(found)} fields differ", reasons=map(str, found)
-        )

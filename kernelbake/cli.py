@@ -120,7 +120,12 @@ def build(manifest: str, output: Path, json_events: bool, **options: Any) -> Non
 @click.option(
     "--replan", is_flag=True, help="Plan anew by a shadow run; without it the plan in the bundle is compared."
 )
-@click.option("--on-device", is_flag=True, help="Load and run every binary on this machine's GPU.")
+@click.option(
+    "--on-device", is_flag=True, help="Load every binary, run every launch, compare what it writes with the record."
+)
+@click.option("--rebench", type=click.IntRange(min=1), metavar="N", help="Decide N sampled keys anew by measuring.")
+@click.option("--seed", type=int, default=0, show_default=True, help="With --rebench: which keys are sampled.")
+@click.option("--allow-busy-gpu", is_flag=True, help="With --rebench: measure although other processes use the GPU.")
 @click.option(
     "--trusted",
     type=click.Path(path_type=Path),
@@ -131,11 +136,13 @@ def build(manifest: str, output: Path, json_events: bool, **options: Any) -> Non
 def verify(bundle: Path, as_json: bool, **options: Any) -> None:
     """Prove what a bundle is worth, level by level.
 
-    Integrity, fit and coverage; each level says what it proved, refused or did not check, and why.
+    Integrity, fit and coverage; each level says what it proved, refused or did not check, and why. With --on-device a
+    launch that writes something else than was recorded refuses with exit code 3; with --rebench a winner that is now
+    beaten beyond the tie threshold refuses with 6.
     """
     from kernelbake import levels
 
-    with render.progress() as on_progress:
+    with render.progress("verify") as on_progress:
         report = levels.verify(bundle, levels.Request(**options), on_progress=on_progress)
     render.verified(report, as_json=as_json)
     for refusal in report.refusals:

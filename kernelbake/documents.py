@@ -344,6 +344,12 @@ CHOICES = listing(
     )
 )
 OUTCOMES = (OK, *(reason.value for reason in Reason))
+_WRITTEN = fields(
+    {"argument": TEXT, "at": COUNT, "dtype": WORD, "shape": listing(COUNT), "digest": DIGEST},
+    {"norm": DURATION, "sum": NUMERIC, "not_finite": COUNT, "sketch": listing(NUMERIC)},
+)
+OUTPUTS = mapping(fields({"case": TEXT, "tensors": listing(_WRITTEN), "tolerance": DURATION}))
+"""What a winner's launches wrote, by digest of the specialization."""
 RECORD_LINE = fields(
     {"kernel": KERNEL, "key": optional(KEY), "config": CONFIG, "outcome": literal(*OUTCOMES)},
     {
@@ -351,6 +357,7 @@ RECORD_LINE = fields(
         **dict.fromkeys(("median_ms", "spread_ms"), optional(DURATION)),
         "specializations": listing(DIGEST),
         "detail": TEXT,
+        "outputs": OUTPUTS,
     },
     others=True,
 )

@@ -19,13 +19,14 @@ class ExitCode(enum.IntEnum):
     INPUT = 2
     """Options, manifest, run configuration, data, or weights that cannot be loaded."""
     BUNDLE = 3
-    """The bundle is damaged, hostile, incomplete, of a later format, or not signed as required."""
+    """The bundle is damaged, hostile, incomplete, of a later format, not signed as required, or its results differ."""
     MISFIT = 4
     """The bundle is sound but does not fit: another GPU, Triton, kernel source or environment."""
     MISS = 5
     """A frozen miss: a coverage gap in ``verify`` or preflight, or a refused launch at run time."""
     BUILD = 6
-    """A build failed: no viable candidate, GPU absent, wrong or busy, a launch outside the plan."""
+    """A build failed: no viable candidate, GPU absent, wrong or busy, a launch outside the plan; or it would choose
+    otherwise than a bundle that is verified."""
     LOCKED = 7
     """Another process holds the lock."""
     STOPPED = 8

@@ -259,6 +259,29 @@ class Probe:
         self._child.close()
 
 
+def wanted(profile: Mapping[str, Any], environment: Mapping[str, str], log: Path, *, allow_busy: bool) -> Monitor:
+    """The GPU of this machine, which has to be the one of a device profile, and free.
+
+    Args:
+        profile: the device profile's data.
+        environment, log: of the process that looks.
+        allow_busy: take it although other processes use it.
+
+    Raises:
+        BuildError: there is none, it is another one, or somebody else uses it.
+    """
+    probe = Probe(environment, log)
+    try:
+        found = probe.answer()
+    finally:
+        probe.close()
+    check_wanted(found["profile"], profile)
+    monitor = Monitor(found["uuid"])
+    if not allow_busy:
+        check_free(monitor)
+    return monitor
+
+
 def check_wanted(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuses to measure on another GPU than the plan is for.
 

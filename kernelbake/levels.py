@@ -1,8 +1,9 @@
-"""What a bundle is worth, level by level: integrity, signature, fit, coverage, and on request the device itself.
+"""What a bundle is worth, level by level: integrity, signature, fit, coverage, and on request what it does here.
 
 A level proves something, refuses with every reason, or says plainly that it was not checked and why. Without a device
 nothing here imports torch or Triton: integrity needs bytes, fit for a named GPU compares recorded facts, and coverage
-compares the plan inside the bundle with its entries (``replan`` makes the plan anew in a child process).
+compares the plan inside the bundle with its entries (``replan`` makes the plan anew in a child process). What runs the
+bundle's code does so in a child too.
 """
 
 from __future__ import annotations
@@ -36,19 +37,25 @@ class Level:
     """One level of a verification.
 
     Args:
-        name: ``integrity``, ``signature``, ``fit``, ``coverage``, ``device``.
+        name: ``integrity``, ``signature``, ``fit``, ``coverage``, ``device``, ``rebench``.
         outcome: what became of it.
         text: what was proved, or why it was not checked; the error's message where it was refused.
         error: what to raise, where it was refused; its reasons are every single finding.
+        findings: what was found about each launch or key, as plain data.
+        details: of those, what a person should see where the level did not refuse.
     """
 
     name: str
     outcome: Outcome
     text: str
     error: KernelbakeError | None = None
+    findings: tuple[Mapping[str, Any], ...] = ()
+    details: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
+        findings = {"findings": [dict(one) for one in self.findings]} if self.findings else {}
         return {
+            **findings,
             "level": self.name,
             "outcome": self.outcome.value,
             "text": self.text,
@@ -92,7 +99,11 @@ class Request:
         gpu_target: check the fit for this gpu target or device profile, not for this machine.
         device: the device name that goes with ``gpu_target``.
         replan: plan anew although the plan inside the bundle would do.
-        on_device: load every binary on this machine's GPU.
+        on_device: load every binary on this machine's GPUs, run every launch, and compare what it writes with what is
+            recorded.
+        rebench: decide this many keys anew.
+        seed: which of them, with ``rebench``.
+        allow_busy_gpu: with ``rebench``, measure although other processes use the GPU.
         trusted: public keys of which one must have signed.
     """
 
@@ -102,6 +113,9 @@ class Request:
     device: str | None = None
     replan: bool = False
     on_device: bool = False
+    rebench: int | None = None
+    seed: int = 0
+    allow_busy_gpu: bool = False
     trusted: tuple[Path, ...] = ()
 
 
@@ -114,7 +128,7 @@ def verify(path: Path, request: Request, *, on_progress: OnProgress | None = Non
     Args:
         path: the bundle.
         request: what to check.
-        on_progress: called while planning anew with cases done, cases in all, and the case.
+        on_progress: called while planning, running or measuring with how much is done, how much there is, and what.
 
     Raises:
         InputError: the request itself cannot be used.
@@ -123,6 +137,8 @@ def verify(path: Path, request: Request, *, on_progress: OnProgress | None = Non
         raise InputError("verify: `--device` without `--for`; wanted both", hint="add `--for sm_120`, say")
     if request.manifest is not None and request.config is not None:
         raise InputError("verify: `--manifest` and `--config` both given; wanted one of them")
+    if request.allow_busy_gpu and request.rebench is None:
+        raise InputError("verify: `--allow-busy-gpu` without `--rebench`; wanted both")
     try:
         held = bundle.read(path)
     except InputError:
@@ -137,10 +153,13 @@ def _levels(path: Path, held: Bundle, request: Request, on_progress: OnProgress 
     yield _proved("integrity", f"each of {held.size_bytes:,} bytes is accounted for; {entries}, made: {held.made}")
     if request.trusted:
         yield _level("signature", lambda: _signature(held, request))
-    yield _level("fit", lambda: _fit(held, request))
+    fit = _level("fit", lambda: _fit(held, request))
+    yield fit
     yield _level("coverage", lambda: _coverage(path, held, request, on_progress))
     if request.on_device:
-        yield _level("device", lambda: _device(held))
+        yield _after(fit, "device", lambda: _device(path, held, on_progress))
+    if request.rebench is not None:
+        yield _after(fit, "rebench", lambda: _rebench(held, request, on_progress))
 
 
 def _level(name: str, check: Callable[[], Level]) -> Level:
@@ -152,12 +171,19 @@ def _level(name: str, check: Callable[[], Level]) -> Level:
         return _refused(name, error)
 
 
+def _after(fit: Level, name: str, check: Callable[[], Level]) -> Level:
+    """A level that runs the bundle's code, which only makes sense where the bundle fits."""
+    if fit.outcome is Outcome.REFUSED:
+        return Level(name, Outcome.UNCHECKED, "the bundle does not fit")
+    return _level(name, check)
+
+
 def _proved(name: str, text: str) -> Level:
     return Level(name, Outcome.PROVED, text)
 
 
-def _refused(name: str, error: KernelbakeError) -> Level:
-    return Level(name, Outcome.REFUSED, error.message, error)
+def _refused(name: str, error: KernelbakeError, findings: tuple[Mapping[str, Any], ...] = ()) -> Level:
+    return Level(name, Outcome.REFUSED, error.message, error, findings)
 
 
 # ---------------------------------------------------------------------------------------------- signature, fit
@@ -277,11 +303,69 @@ def _is_own(held: Bundle, name: str | None) -> bool:
     return all(wanted[part] == held.manifest_resolved.get(part) for part in ("gpu", "workload"))
 
 
-def _device(held: Bundle) -> Level:
-    if held.made == "interpreted":
-        return Level("device", Outcome.UNCHECKED, "the interpreter made this bundle; it holds no binary to load")
-    from kernelbake import freeze
+def _device(path: Path, held: Bundle, on_progress: OnProgress | None) -> Level:
+    from kernelbake import ondevice, outputs
+    from kernelbake.outputs import Verdict
 
-    with freeze.freeze(held, devices=range(gpu_count())) as frozen:
-        loaded, seconds = frozen.counters.loads, sum(frozen.seconds.values())
-    return _proved("device", f"{loaded} binaries were loaded on {gpu_count()} GPUs in {seconds:.2f} s")
+    _check_choices(held)
+    done = ondevice.replay(path, held, _devices(held), on_progress)
+    findings = tuple(one.to_json() for one in done.launches)
+    try:
+        done.refuse(held.name)
+    except KernelbakeError as error:
+        return _refused("device", error, findings)
+    where = f"{done.loads} binaries were loaded in {done.load_s:.2f} s" if done.loads else "the interpreter runs"
+    text = f"{where}; in the steps of {done.cases} cases, of {len(findings)} launches {outputs.summed(done.launches)}"
+    seen = any(one.verdict in (Verdict.SAME, Verdict.CLOSE) for one in done.launches)
+    details = tuple(str(one) for one in done.launches if one.verdict in (Verdict.UNMET, Verdict.UNRECORDED))
+    return Level("device", Outcome.PROVED if seen else Outcome.UNCHECKED, text, None, findings, details)
+
+
+def _rebench(held: Bundle, request: Request, on_progress: OnProgress | None) -> Level:
+    from kernelbake import rebench
+    from kernelbake.progress import Event
+
+    assert request.rebench is not None
+    _check_choices(held)
+    _devices(held)
+
+    def on_event(event: Event) -> None:
+        if on_progress is not None and event.done is not None and event.total is not None:
+            on_progress(event.done, event.total, event.message)
+
+    seed, busy = request.seed, request.allow_busy_gpu
+    found = rebench.rebench(held, request.rebench, seed=seed, allow_busy_gpu=busy, on_event=on_event)
+    findings = tuple(one.to_json() for one in found)
+    if not found:
+        return Level("rebench", Outcome.UNCHECKED, "nothing is chosen among several candidates")
+    try:
+        rebench.refuse(found, held.name)
+    except KernelbakeError as error:
+        return _refused("rebench", error, findings)
+    tied = sum(one.standing is rebench.Standing.TIED for one in found)
+    ties = f", {tied} of them tied with another candidate" if tied else ""
+    text = f"{len(found)} keys were decided anew; the winners win again{ties}"
+    return Level("rebench", Outcome.PROVED, text, None, findings, tuple(map(str, found)))
+
+
+def _check_choices(held: Bundle) -> None:
+    if held.made == "compiled-only":
+        raise MisfitError(
+            f"bundle {held.name}: holds code for every candidate and no choice; wanted a measured one",
+            hint="measure it on the GPU: `kernelbake build --from BUNDLE`",
+        )
+
+
+def _devices(held: Bundle) -> range:
+    """The GPUs on which a bundle's code runs here; none for the interpreter's.
+
+    Raises:
+        MisfitError: it wants one and there is none.
+    """
+    count = 0 if held.made == "interpreted" else gpu_count()
+    if count == 0 and held.made != "interpreted":
+        raise MisfitError(
+            f"bundle {held.name}: made for `{held.fingerprint.get('gpu.device')}`; this machine shows no GPU",
+            hint="without one, `kernelbake verify` still proves integrity, fit (with `--for`) and coverage",
+        )
+    return range(count)

@@ -12,109 +12,32 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import triton
-from triton.runtime.interpreter import InterpretedFunction
 
-from kernelbake import triton_api
-from kernelbake.bundle import Entry
+from kernelbake import summaries, triton_api
 from kernelbake.calls import Call, Resolved, Resolver
 from kernelbake.choose import Difference
 from kernelbake.devices import CpuDevice, CudaDevice, Device
 from kernelbake.errors import BuildError
-from kernelbake.loading import Libraries, load_entry
+from kernelbake.keys import Case
 from kernelbake.manifest import MeasurePolicy
 from kernelbake.numerics import Arguments, Result
-from kernelbake.outcome import Code, Files, Reason, Rejected
+from kernelbake.outcome import Reason, Rejected
 from kernelbake.plan import Launch, Plan
 from kernelbake.profiles import DeviceProfile
 from kernelbake.recorder import intercepted
+from kernelbake.runners import CudaCode, InterpretedCode
 from kernelbake.shadow import find_workload
 from kernelbake.tune import Checked, Failed, Report, stand_in, tune
 from kernelbake.worker_main import Known
-from kernelbake.workload import Oracle
+from kernelbake.workload import Oracle, Session
 
-# ---------------------------------------------------------------------------------------------- candidates
-
-
-class Runner(Protocol):
-    """Launches one resolved call with given arguments."""
-
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], bound: Sequence[Any]) -> Any: ...
-
-
-class CudaCode:
-    """The build's code, loaded when it is first needed.
-
-    Args:
-        codes: by kernel and digest of the specialization.
-        folder: where they lie, by digest.
-    """
-
-    def __init__(self, codes: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-        self._codes, self._files = codes, Files(folder)
-        self._libraries = Libraries(self._files)
-        self._loaded: dict[tuple[str, str], Any] = {}
-
-    def identity(self, launchable: Any, resolved: Resolved) -> str:
-        """What the candidate is to the device."""
-        return f"{self._code(launchable, resolved).shape} {resolved.grid}"
-
-    def runner(self, launchable: Any, resolved: Resolved) -> Runner:
-        """Loads the code of a resolved call.
-
-        Raises:
-            Failed: it was rejected when it was compiled.
-        """
-        kernel = self._load(launchable, resolved)
-        device = torch.cuda.current_device()
-
-        def launch(args: Sequence[Any], kwargs: Mapping[str, Any], bound: Sequence[Any]) -> Any:
-            triton_api.launch(kernel, resolved.grid, torch.cuda.current_stream(device).cuda_stream, bound)
-            return kernel
-
-        return launch
-
-    def _code(self, launchable: Any, resolved: Resolved) -> Code:
-        kernel = triton_api.kernel_of(launchable)
-        data = self._codes[kernel.to_json()][resolved.specialization.digest]
-        if data["outcome"] != "ok":
-            raise Failed(Rejected.from_json(data))
-        return Code.from_json(data["code"])
-
-    def _load(self, launchable: Any, resolved: Resolved) -> Any:
-        kernel = triton_api.kernel_of(launchable)
-        name = (kernel.name, resolved.specialization.digest)
-        if name not in self._loaded:
-            code = self._code(launchable, resolved)
-            metadata = json.loads(self._files[code.metadata])
-            entry = Entry(kernel, resolved.specialization, metadata, self._files[code.binary], code.launcher)
-            self._loaded[name] = load_entry(entry, torch.cuda.current_device(), self._libraries, launchable)
-        return self._loaded[name]
-
-
-class InterpretedCode:
-    """No code: the interpreter runs the Python function. Made before launches are intercepted."""
-
-    def __init__(self) -> None:
-        self._run = InterpretedFunction.run
-
-    def identity(self, launchable: Any, resolved: Resolved) -> str:
-        """The interpreter ignores everything but meta-parameters and grid."""
-        constants = [(p.name, p.token) for p in resolved.specialization.parameters if p.type == "constexpr"]
-        return f"{constants} {resolved.grid}"
-
-    def runner(self, launchable: Any, resolved: Resolved) -> Runner:
-        function = triton_api.innermost(launchable)
-
-        def launch(args: Sequence[Any], kwargs: Mapping[str, Any], bound: Sequence[Any]) -> Any:
-            return self._run(function, *args, grid=resolved.grid, warmup=False, **kwargs)
-
-        return launch
+# ---------------------------------------------------------------------------------------------- one call, live
 
 
 @dataclasses.dataclass
@@ -175,6 +98,20 @@ class LiveSite:
 
     def difference(self, one: Result, other: Result) -> Difference:
         return self._arguments.difference(one, other)
+
+    def outputs(self, candidate: int, also: Mapping[int, str]) -> dict[str, Any]:
+        """What a launch writes, described: ``tensors``, and the ``tolerance`` between two runs of it.
+
+        Args:
+            candidate: which.
+            also: positions and names of tensors to describe even if they look unchanged.
+
+        Raises:
+            Failed: it writes outside of its arguments, or its code cannot be had.
+        """
+        result = self.check(candidate).output
+        tensors = summaries.written(self._arguments, result, also)
+        return {"tensors": tensors, "tolerance": self._arguments.tolerance}
 
     def check(self, candidate: int) -> Checked:
         arguments = self._arguments
@@ -295,6 +232,25 @@ class PlanMismatchError(BuildError):
     """The real step launches what the plan does not hold."""
 
 
+class Watch:
+    """Which launches to describe the outputs of, each once: by default all of some launches, where they are first met.
+
+    Args:
+        launches: their places in the plan.
+        met: launch and variant of those that were met before.
+    """
+
+    def __init__(self, launches: Collection[int], met: Collection[tuple[int, int]] = ()) -> None:
+        self._launches, self._done = frozenset(launches), set(met)
+
+    def due(self, launch: int, variant: int, case: str) -> Mapping[int, str] | None:
+        """Positions and names of the tensors to describe in any case; None if the launch is not to be looked at."""
+        if launch not in self._launches or (launch, variant) in self._done:
+            return None
+        self._done.add((launch, variant))
+        return {}
+
+
 class Conductor:
     """Stands in for every launch while the steps run.
 
@@ -304,8 +260,10 @@ class Conductor:
         owned: places of the launches to decide here; others take what works.
         code, device, policy, report: as in ``LiveSite`` and ``tune``.
         oracles: by kernel name.
+        watch: launches of which it is reported what they write.
 
     Attributes:
+        case: id of the case whose step runs; set by whoever runs the cases.
         met: launch and variant of every call so far, by their places.
         tuning_ms: wall time spent on tuning; the rest of the steps goes to running them.
     """
@@ -318,9 +276,11 @@ class Conductor:
         code: CudaCode | InterpretedCode,
         device: Device,
         policy: MeasurePolicy,
-        report: Report,
+        report: Progress,
         oracles: Mapping[str, Oracle],
+        watch: Watch | None = None,
     ) -> None:
+        self._watch, self.case = watch, ""
         self._plan, self._code, self._device, self._policy, self._report = plan, code, device, policy, report
         self._places = {launch.id: place for place, launch in enumerate(plan.launches)}
         self._decided, self._owned = dict(decided), frozenset(owned)
@@ -384,28 +344,55 @@ class Conductor:
     def _tune(self, place: int, call: Call) -> int:
         start = time.perf_counter()
         launch = self._plan.launches[place]
-        site = LiveSite(
-            launch,
-            call,
-            functools.partial(self._resolve, place, call),
-            self._code,
-            self._device,
-            self._policy,
-            self._oracles.get(launch.kernel.name),
-        )
+        site = self._site(place, call, self._policy, self._oracles.get(launch.kernel.name))
         decide = tune if place in self._owned else stand_in
         winner = decide(self._policy, self._report, place, launch, site)
         self.tuning_ms += (time.perf_counter() - start) * 1e3
         return winner
 
+    def _site(self, place: int, call: Call, policy: MeasurePolicy, oracle: Oracle | None) -> LiveSite:
+        resolve = functools.partial(self._resolve, place, call)
+        return LiveSite(self._plan.launches[place], call, resolve, self._code, self._device, policy, oracle)
+
+    def _observe(self, place: int, variant: int, call: Call) -> None:
+        """Reports what the winner writes, before it runs on the trainer's own tensors."""
+        also = self._watch.due(place, variant, self.case) if self._watch is not None else None
+        if also is None:
+            return
+        busy_ms, launch = self._device.busy_ms, self._plan.launches[place]
+        site = self._site(place, call, self._policy.model_copy(update={"repeats": 1}), None)
+        try:
+            data = site.outputs(self._decided[place], also)
+        except Failed as failure:
+            raise BuildError(f"{launch}: its winner is rejected ({failure}); wanted it to run") from failure
+        self._report.outputs(place, variant, {"case": self.case, **data})
+        self._device.busy_ms = busy_ms  # which is about tuning
+
     def _launch(self, place: int, call: Call) -> Any:
         """Runs the winner on the trainer's own tensors, as a frozen process will."""
         candidate = self._decided[place]
         resolved = self._resolve(place, call, candidate)
-        self.met[place, self._variants[place][candidate][resolved.specialization.token]] = None
+        variant = self._variants[place][candidate][resolved.specialization.token]
+        self.met[place, variant] = None
+        self._observe(place, variant, call)
         _hook(call.launchable, resolved.config, call.args, resolved.kwargs)()
         runner = self._code.runner(call.launchable, resolved)
         return runner(call.args, resolved.kwargs, list(resolved.bound.values()))
+
+
+def steps(session: Session, cases: Iterable[Case], conductor: Conductor, device: Device, report: Progress) -> None:
+    """Runs a step of each case.
+
+    Raises:
+        PlanMismatchError: one launches what the plan does not hold.
+    """
+    with torch.autograd.set_multithreading_enabled(False), intercepted(conductor):
+        for case in cases:
+            conductor.case = case.id
+            session.step(case)
+            device.wait()
+            conductor.check_planned()
+            report.case_done(case.id, conductor.met)
 
 
 def _variants(launch: Launch) -> list[dict[str, int]]:
@@ -428,6 +415,10 @@ class Progress(Report, Protocol):
 
     def ready(self) -> Known:
         """The workload is open; returns what earlier workers have found out, once measuring may begin."""
+        ...
+
+    def outputs(self, launch: int, variant: int, data: Mapping[str, Any]) -> None:
+        """What the winner of a launch wrote: ``case``, ``tensors`` and ``tolerance``."""
         ...
 
     def case_done(self, case: str, met: Collection[tuple[int, int]]) -> None:
@@ -464,17 +455,12 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
         report.imported()
         session = plugin.open(spec, device="cpu" if interpreted else "cuda", seed=policy.seed)
         known = report.ready()
-        device, code = _device(job, plan)
-        conductor = Conductor(plan, known.decided, job["owned"], code, device, policy, report, plugin.oracles(spec))
+        device, code = device_of(job, plan)
+        oracles, watch = plugin.oracles(spec), Watch(job["owned"], known.met)
+        conductor = Conductor(plan, known.decided, job["owned"], code, device, policy, report, oracles, watch)
         conductor.met.update(dict.fromkeys(known.met))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(intercepted(conductor))
-        for case in reversed(plan.cases):
-            if case.id not in known.cases:
-                session.step(case)
-                device.wait()
-                conductor.check_planned()
-                report.case_done(case.id, conductor.met)
+        cases = [case for case in reversed(plan.cases) if case.id not in known.cases]
+        steps(session, cases, conductor, device, report)
     missing = conductor.never_met()
     if missing:
         raise PlanMismatchError(
@@ -483,7 +469,8 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
     return {"busy_ms": device.busy_ms, "wall_ms": conductor.tuning_ms}
 
 
-def _device(job: Mapping[str, Any], plan: Plan) -> tuple[Device, CudaCode | InterpretedCode]:
+def device_of(job: Mapping[str, Any], plan: Plan) -> tuple[Device, CudaCode | InterpretedCode]:
+    """Where candidates of a job run, and the code for them."""
     if job["interpreted"]:
         return CpuDevice(), InterpretedCode()
     profile = DeviceProfile.from_json(plan.profile)

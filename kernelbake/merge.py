@@ -214,6 +214,9 @@ def _joined_line(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
         if len(samples) > 1:
             low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
             line["spread_ms"] = round(high - low, 6)
+    outputs = {**other.get("outputs", {}), **one.get("outputs", {})}
+    if outputs:
+        line["outputs"] = outputs
     errors = [found["error"] for found in (one, other) if found.get("error") is not None]
     if errors:
         line["error"] = max(errors)

@@ -207,6 +207,11 @@ class Arguments:
         scales = [_SCALE.get(dtype, 1.0) for dtype in floats]
         self.tolerance = tolerance * max(scales, default=1.0)
 
+    @property
+    def names(self) -> Sequence[str]:
+        """For each tensor the parameter that it came with."""
+        return self._names
+
     @staticmethod
     def bytes_needed(values: Sequence[Any]) -> int:
         """Device memory that working copies of these arguments take, in bytes."""

@@ -129,7 +129,13 @@ def _records(plan: Plan, state: State) -> tuple[dict[str, Any], ...]:
         decided = state.decided.get(place, {"candidates": {}})
         fates = state.fates(place)
         for candidate in range(len(launch.candidates)):
-            lines.append(_record(launch, candidate, fates.get(candidate), decided["candidates"]))
+            line = _record(launch, candidate, fates.get(candidate), decided["candidates"])
+            if candidate == decided.get("winner") and state.outputs.get(place):
+                line["outputs"] = {
+                    launch.variants[variant].specializations[candidate].digest: data
+                    for variant, data in sorted(state.outputs[place].items())
+                }
+            lines.append(line)
     return tuple(lines)
 
 

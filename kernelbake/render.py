@@ -202,12 +202,12 @@ def _drawing() -> Iterator[_Lines | _Bars]:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A callback ``(cases done, cases in all, message)`` that shows how far planning is."""
+def progress(phase: str = "plan") -> Iterator[Callable[[int, int, str], None]]:
+    """A callback ``(done, in all, message)`` that shows how far something is: planning, where nothing else is said."""
     with _drawing() as drawing:
 
         def show(done: int, total: int, message: str) -> None:
-            drawing.update("plan", done, total, message)
+            drawing.update(phase, done, total, message)
 
         yield show
 
@@ -336,6 +336,7 @@ def verified(report: Report, *, as_json: bool) -> None:
     for level in report.levels:
         outcome = "" if level.outcome == "proved" else f"{level.outcome}: "
         line(f"{level.name:<10} {outcome}{level.text}")
+        _print(f"{'':<10} {detail}" for detail in level.details)
         if (
             level.error is not None and level.error is not report.refusals[0]
         ):  # the first is shown as the command's error

@@ -26,6 +26,7 @@ class State:
         codes: outcome of compiling, by kernel and digest of the specialization.
         rejected: by launch and candidate, those that cannot be used; only what measuring found.
         decided: what was decided, by launch.
+        outputs: what winners wrote, by launch and variant.
         cases: ids of the cases whose steps have run to their end.
         met: launch and variant of every call that a finished worker has seen.
         facts: of the workers that finished a build's steps, added up.
@@ -36,6 +37,7 @@ class State:
         self.codes: dict[str, dict[str, Any]] = collections.defaultdict(dict)
         self.rejected: dict[int, dict[int, Rejected]] = collections.defaultdict(dict)
         self.decided: dict[int, Mapping[str, Any]] = {}
+        self.outputs: dict[int, dict[int, Mapping[str, Any]]] = collections.defaultdict(dict)
         self.cases: dict[str, None] = {}
         self.met: dict[tuple[int, int], None] = {}
         self._started: dict[tuple[int, int], str] = {}
@@ -54,6 +56,8 @@ class State:
                 self.rejected[record["launch"]][record["candidate"]] = fate
         elif kind == "decided":
             self.decided[record["launch"]] = record["data"]
+        elif kind == "outputs":
+            self.outputs[record["launch"]][record["variant"]] = record["data"]
         elif kind == "case":
             self.cases[record["case"]] = None
             self.met.update(dict.fromkeys((launch, variant) for launch, variant in record["met"]))
@@ -77,6 +81,8 @@ class State:
         ]
         if place in self.decided:
             records.append({"kind": "decided", "launch": place, "data": dict(self.decided[place])})
+        for variant, data in sorted(self.outputs.get(place, {}).items()):
+            records.append({"kind": "outputs", "launch": place, "variant": variant, "data": dict(data)})
         return records
 
     def fates(self, place: int) -> dict[int, Rejected]:

@@ -15,7 +15,7 @@ from kernelbake.progress import Event, OnEvent
 from kernelbake.state import State
 from kernelbake.worker import Child, ChildDiedError
 
-_QUIET_LIMIT_S = 1800.0
+QUIET_LIMIT_S = 1800.0
 """The longest time without news outside of any candidate: importing libraries, building a model, one training step."""
 
 
@@ -115,7 +115,7 @@ class Supervisor:
         try:
             self._open(child)
             while True:
-                limit = self._supervision.time_limit_s if self._current else _QUIET_LIMIT_S
+                limit = self._supervision.time_limit_s if self._current else QUIET_LIMIT_S
                 message = child.receive(limit)
                 if message is None:
                     child.kill()
@@ -134,10 +134,10 @@ class Supervisor:
         """Waits until a worker has opened the workload and tells it what is known."""
         start = time.monotonic()
         child.send({"open": True})
-        message = child.receive(_QUIET_LIMIT_S)
+        message = child.receive(QUIET_LIMIT_S)
         self.opening_s += time.monotonic() - start
         if message is None:
-            raise BuildError(f"measure: the workload is not open after {_QUIET_LIMIT_S:g} s; wanted it open")
+            raise BuildError(f"measure: the workload is not open after {QUIET_LIMIT_S:g} s; wanted it open")
         if message["event"] in _ENDS:
             self._end(message, child)
         child.send(self._known())
@@ -173,6 +173,9 @@ class Supervisor:
             data = {**message["data"], "conditions": self.conditions()}
             self._write({"kind": "decided", "launch": message["launch"], "data": data})
             self._progress(str(self._state.plan.launches[message["launch"]].kernel.name))
+        elif event == "outputs":
+            record = {"kind": "outputs", "launch": message["launch"], "variant": message["variant"]}
+            self._write({**record, "data": message["data"]})
         elif event == "case":
             self._write({"kind": "case", "case": message["case"], "met": message["met"]})
 
@@ -214,7 +217,7 @@ class Supervisor:
         if event == "interrupted":
             raise KeyboardInterrupt
         if event == "refused":
-            raise _refusal(message)
+            raise refusal(message)
         raise BuildError(
             f"measure: the step failed with `{message['kind']}`; wanted it to run",
             reasons=[*message["message"].splitlines()[:4], *child.log_tail(12)],
@@ -224,7 +227,8 @@ class Supervisor:
 _ENDS = frozenset({"done", "lost", "interrupted", "refused", "fault"})
 
 
-def _refusal(message: Mapping[str, Any]) -> KernelbakeError:
+def refusal(message: Mapping[str, Any]) -> KernelbakeError:
+    """The error with which a worker refused."""
     kind = getattr(errors, message["kind"], BuildError)
-    refusal: KernelbakeError = kind(message["message"], hint=message["hint"], reasons=message["reasons"])
-    return refusal
+    error: KernelbakeError = kind(message["message"], hint=message["hint"], reasons=message["reasons"])
+    return error

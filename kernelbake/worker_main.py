@@ -89,6 +89,9 @@ class ChannelReport:
             met=tuple((launch, variant) for launch, variant in known["met"]),
         )
 
+    def outputs(self, launch: int, variant: int, data: Mapping[str, Any]) -> None:
+        self._channel.send({"event": "outputs", "launch": launch, "variant": variant, "data": dict(data)})
+
     def case_done(self, case: str, met: Collection[tuple[int, int]]) -> None:
         self._channel.send({"event": "case", "case": case, "met": list(met)})
 

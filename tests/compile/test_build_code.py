@@ -11,7 +11,7 @@ import pytest
 import torch
 import toykernels
 
-from kernelbake import measure, profiles, triton_api
+from kernelbake import measure, profiles, runners, triton_api
 from kernelbake.bundle import Entry
 from kernelbake.compile import Compiled, compile_one, store
 from kernelbake.devices import CpuDevice
@@ -109,7 +109,7 @@ def _conductor(plan: Plan, codes: dict[str, Any], folder: Path, report: Written)
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "load_entry", lambda entry, device, libraries, launchable: StandIn(entry))
+    monkeypatch.setattr(runners, "load_entry", lambda entry, device, libraries, launchable: StandIn(entry))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     stream = type("Stream", (), {"cuda_stream": 0})()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)

@@ -211,6 +211,10 @@ for _what, _line in {
     "a line that is no object": b"[1]\n",
     "a line without kernel": b'{"config":{"meta":[]},"key":null,"outcome":"ok"}\n',
     "an unknown outcome": b'{"config":{"meta":[]},"kernel":"a:b","key":null,"outcome":"great"}\n',
+    "outputs that are a list": b'{"config":{"meta":[]},"kernel":"a:b","key":null,"outcome":"ok","outputs":[]}\n',
+    "outputs of no case": (
+        b'{"config":{"meta":[]},"kernel":"a:b","key":null,"outcome":"ok","outputs":{"a":{"tensors":[],"tolerance":1}}}\n'
+    ),
     "an empty line": b"\n",
     "NaN": b'{"median_ms":NaN}\n',
     "Infinity": b'{"median_ms":Infinity}\n',

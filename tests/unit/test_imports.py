@@ -30,6 +30,9 @@ MAY_LOAD_HEAVY = {
     "kernelbake.recorder",
     # parts of measuring
     "kernelbake.numerics",
+    "kernelbake.replay",
+    "kernelbake.runners",
+    "kernelbake.summaries",
     # parts of the frozen launch path
     "kernelbake.calls",
     "kernelbake.devices",
