@@ -315,7 +315,8 @@ def _device(path: Path, held: Bundle, on_progress: OnProgress | None) -> Level:
     except KernelbakeError as error:
         return _refused("device", error, findings)
     where = f"{done.loads} binaries were loaded in {done.load_s:.2f} s" if done.loads else "the interpreter runs"
-    text = f"{where}; in the steps of {done.cases} cases, of {len(findings)} launches {outputs.summed(done.launches)}"
+    steps = "in the step of 1 case" if done.cases == 1 else f"in the steps of {done.cases} cases"
+    text = f"{where}; {steps}, of {len(findings)} launches {outputs.summed(done.launches)}"
     seen = any(one.verdict in (Verdict.SAME, Verdict.CLOSE) for one in done.launches)
     details = tuple(str(one) for one in done.launches if one.verdict in (Verdict.UNMET, Verdict.UNRECORDED))
     return Level("device", Outcome.PROVED if seen else Outcome.UNCHECKED, text, None, findings, details)
@@ -344,7 +345,12 @@ def _rebench(held: Bundle, request: Request, on_progress: OnProgress | None) -> 
         return _refused("rebench", error, findings)
     tied = sum(one.standing is rebench.Standing.TIED for one in found)
     ties = f", {tied} of them tied with another candidate" if tied else ""
-    text = f"{len(found)} keys were decided anew; the winners win again{ties}"
+    decided = (
+        "1 key was decided anew; its winner wins"
+        if len(found) == 1
+        else f"{len(found)} keys were decided anew; the winners win"
+    )
+    text = f"{decided} again{ties}"
     return Level("rebench", Outcome.PROVED, text, None, findings, tuple(map(str, found)))
 
 
