@@ -147,7 +147,7 @@ def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
     """
     try:
         return _state(folder), load_file(folder / _TENSORS)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise InputError(f"resume: `{folder}` is broken ({error}); wanted a complete checkpoint") from error
 
 
@@ -160,16 +160,57 @@ def newest_state(output: Path) -> State | None:
     found = sorted(path for path in output.glob(f"{PREFIX}*") if (path / _STATE).is_file())
     try:
         return _state(found[-1]) if found else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"run: `{found[-1]}` is broken ({error}); wanted a complete checkpoint") from error
 
 
 def _state(folder: Path) -> State:
     data = json.loads((folder / _STATE).read_text())
+    if not isinstance(data, dict):
+        raise ValueError(f"`{_STATE}` is no object")
     if data.pop("format") != FORMAT:
         raise InputError(f"resume: `{folder}` has another format; wanted `{FORMAT}`")
     data.pop("dflash")
-    return State(**data)
+    state = State(**data)
+    _check_kinds(state)
+    return state
+
+
+def _check_kinds(state: State) -> None:
+    """What a damaged file may have changed without losing a name.
+
+    Raises:
+        ValueError: a part is of another kind than ``save`` wrote.
+    """
+    loader = state.loader
+    good = {
+        "step": _is_count(state.step),
+        "seed": _is_count(state.seed),
+        "spec": isinstance(state.spec, dict) and all(isinstance(part, dict) for part in state.spec.values()),
+        "run": isinstance(state.run, dict),
+        "bundle": state.bundle is None or isinstance(state.bundle, str),
+        "loader": isinstance(loader, dict)
+        and loader.keys() == {"epoch", "next", "waiting"}
+        and _is_count(loader["epoch"])
+        and _is_count(loader["next"])
+        and isinstance(loader["waiting"], dict)
+        and all(_are_visits(bucket, visits) for bucket, visits in loader["waiting"].items()),
+    }
+    if wrong := [name for name, is_good in good.items() if not is_good]:
+        raise ValueError(f"`{_STATE}`: `{'`, `'.join(wrong)}` of another kind than was written")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_visits(bucket: str, visits: Any) -> bool:
+    """Whether these are (epoch, number) pairs that wait for a bucket."""
+    return (
+        bucket.isdecimal()
+        and isinstance(visits, list)
+        and all(isinstance(visit, list) and len(visit) == 2 and all(map(_is_count, visit)) for visit in visits)
+    )
 
 
 def check_same_run(state: State, spec: Spec, seed: int, bundle: str | None, *, other_bundle: bool) -> None:

@@ -94,9 +94,10 @@ def train(file: Path | None, settings: tuple[str, ...], stock: bool, compile_: b
 
     plan = launch.settle(_load(file, settings, given))
     stop = _stop()
-    if not stock:
-        _preflight(plan)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(launch.holding(Path(plan.run.output)))
+        if not stock:
+            _preflight(plan)
         with render.doing("start without a frozen cache" if stock else "freeze"):
             started = stack.enter_context(launch.started(plan, stock=stock))
         _train(plan, started, stop)
@@ -124,25 +125,39 @@ def _preflight(plan: Plan) -> None:
 
 
 def _train(plan: Plan, started: Started, stop: Stop) -> None:
-    from dflash import launch, trainer
+    from dflash import trainer
 
     job = trainer.Job(plan.run, plan.spec, plan.held.digest if started.frozen else None, plan.interpreted)
     with render.doing(f"load target `{plan.spec.target.model}`"):
         made = trainer.build(job)
     render.note(made.description())
-    reports = []
+    reports: list[trainer.StepReport] = []
     try:
         with render.training(plan.run.steps) as show:
             for report in trainer.train(made, stop):
                 reports.append(report)
                 show(report)
-    finally:
-        launch.write_summary(job.output, started, reports)
-        for text in started.proof.lines():
-            render.note(text)
+    except BaseException:
+        _sum_up(job.output, started, reports, stopped=True)
+        raise
+    _sum_up(job.output, started, reports, stopped=False)
     if made.validation is not None:
         render.note(made.validation.line())
     render.line(str(job.output / "drafter"))
+
+
+def _sum_up(output: Path, started: Started, reports: list[Any], *, stopped: bool) -> None:
+    """Writes the summary and the counts; what stopped the run is worth more than a summary that cannot be written."""
+    from dflash import launch
+
+    for text in started.proof.lines():
+        render.note(text)
+    try:
+        launch.write_summary(output, started, reports)
+    except errors.TrainingStoppedError as error:
+        if not stopped:
+            raise
+        render.note(str(error))
 
 
 @cli.command()

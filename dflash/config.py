@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash.schema import Reader
+from dflash.schema import LARGEST_FP32, Reader
 from dflash.spec import DTYPES, LAYOUTS, Axes, DataSpec, Spec, read_options
 from kernelbake.errors import InputError
 from kernelbake.workload import Fault
 
 SCHEDULES = ("cosine", "constant")
+
+_BELOW_ONE = 0.999999  # at 1, a moment never takes a gradient in, and AdamW's bias correction divides by 0
+_SMALLEST_EPS = 1e-30  # at 0, a weight without a gradient becomes 0 / 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +82,13 @@ class OptimizerConfig:
     @classmethod
     def read(cls, reader: Reader) -> OptimizerConfig:
         config = cls(
-            lr=reader.number("lr", cls.lr),
+            lr=reader.number("lr", cls.lr, high=LARGEST_FP32),
             warmup=reader.number("warmup", cls.warmup, high=1.0),
             schedule=reader.text("schedule", cls.schedule, choices=SCHEDULES),
             min_lr=reader.number("min_lr", cls.min_lr, high=1.0),
-            beta1=reader.number("beta1", cls.beta1, high=1.0),
-            beta2=reader.number("beta2", cls.beta2, high=1.0),
-            eps=reader.number("eps", cls.eps),
+            beta1=reader.number("beta1", cls.beta1, high=_BELOW_ONE),
+            beta2=reader.number("beta2", cls.beta2, high=_BELOW_ONE),
+            eps=reader.number("eps", cls.eps, low=_SMALLEST_EPS),
             weight_decay=reader.number("weight_decay", cls.weight_decay),
             clip=reader.number("clip", cls.clip, low=1e-6),
         )
@@ -237,7 +240,7 @@ def load(path: Path | None, settings: Sequence[str], options: Mapping[str, Any])
         InputError: with every fault.
     """
     faults: list[Fault] = []
-    data = _yaml(path.read_bytes(), str(path)) if path is not None and _readable(path) else None
+    data = _yaml(_read_file(path), str(path)) if path is not None else None
     data = {} if data is None else data
     if isinstance(data, dict):
         for setting in settings:
@@ -253,24 +256,36 @@ def load(path: Path | None, settings: Sequence[str], options: Mapping[str, Any])
     return config
 
 
-def _readable(path: Path) -> bool:
-    if not path.is_file():
-        raise InputError(f"configuration: `{path}` is no file; wanted a YAML file")
-    return True
+def _read_file(path: Path) -> bytes:
+    try:
+        if path.is_file():
+            return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"configuration: `{path}` cannot be read ({reason}); wanted a YAML file") from error
+    raise InputError(f"configuration: `{path}` is no file; wanted a YAML file")
 
 
 def _yaml(text: bytes | str, source: str) -> Any:
-    """One document of YAML 1.2 as plain data.
+    """One document of YAML 1.2 as plain data. Aliases are refused: a few lines of them make data without end.
 
     Raises:
         InputError: it is not one.
     """
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.events import AliasEvent
 
     try:
+        for event in YAML(typ="safe", pure=True).parse(text):
+            if isinstance(event, AliasEvent):
+                line = event.start_mark.line + 1
+                raise InputError(f"configuration `{source}`: line {line}: `*{event.anchor}`; wanted no aliases")
         return YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
+    except RecursionError as error:
+        raise InputError(f"configuration `{source}`: nested too deep; wanted a few levels") from error
+    except InputError:
+        raise
+    except Exception as error:  # beside its own errors the library raises Python's: of a date, of a number, of a tag
         raise InputError(f"configuration `{source}`: no YAML", reasons=str(error).splitlines()) from error
 
 

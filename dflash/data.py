@@ -192,6 +192,18 @@ class Loader:
             self._epoch, self._next = state["epoch"], state["next"]
             waiting = {int(bucket): [tuple(visit) for visit in visits] for bucket, visits in state["waiting"].items()}
             self._waiting.update(waiting)
+            self._check_place()
+
+    def _check_place(self) -> None:
+        """Refuses a place that these samples and shapes do not have: the data changed, or the checkpoint is damaged."""
+        total = len(self.source)
+        numbers = [self._next - 1, *(number for visits in self._waiting.values() for _, number in visits)]
+        if max(numbers) >= total or self._waiting.keys() != self._shapes.keys():
+            raise DataError(
+                f"resume: the checkpoint stands at sample `{max(numbers)}` of buckets {sorted(self._waiting)}; "
+                f"wanted one of the `{total}` samples of `{self.source.name}` and buckets {sorted(self._shapes)}",
+                hint="the data must be what the checkpoint was trained on",
+            )
 
     def state(self) -> dict[str, Any]:
         """Where the loader stands, as plain data."""

@@ -24,13 +24,10 @@ def config_of(model: str) -> dict[str, Any]:
         InputError: there is none; the message names what could be given.
     """
     folder = Path(model)
-    if folder.is_dir():
-        path = folder / "config.json"
-    else:
-        path = Path(_hub_file(model, "config.json"))
     try:
+        path = folder / "config.json" if folder.is_dir() else Path(_hub_file(model, "config.json"))
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"target: `{model}` has no readable `config.json` ({error}); {CHOICES}") from error
     if not isinstance(config, dict):
         raise InputError(f"target: `{path}` is no object; wanted a model's configuration")

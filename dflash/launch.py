@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from dflash import section
 from dflash.config import RunConfig
+from dflash.errors import TrainingStoppedError
 from dflash.spec import Spec
 from dflash.workload import WORKLOAD
-from kernelbake.errors import InputError
+from kernelbake.errors import InputError, LockedError
 from kernelbake.preflight import INTERPRETED, Preflight, WorkloadSection, preflight, workload_of
 
 if TYPE_CHECKING:
@@ -87,6 +89,39 @@ def check(plan: Plan, on_progress: OnProgress) -> Preflight:
     return preflight(Path(plan.run.bundle), WORKLOAD.resolve(plan.spec), on_progress=on_progress)
 
 
+@contextlib.contextmanager
+def holding(output: Path) -> Iterator[None]:
+    """Makes the output folder and holds its lock: two runs would mix their logs and remove each other's checkpoints.
+
+    The kernel frees the lock however the process ends.
+
+    Raises:
+        InputError: the folder cannot be made or written to.
+        LockedError: another run writes there.
+    """
+    path = output / ".lock"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise InputError(
+            f"output: `{output}` cannot be written to ({error.strerror}); wanted a folder for checkpoints and logs"
+        ) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LockedError(
+                f"output: another run holds `{path}`; wanted a folder that no run writes to",
+                hint="wait for it, end it, or give another --output",
+            ) from error
+        except OSError:
+            pass  # a file system without locks (some network ones) gives what it can
+        yield
+    finally:
+        os.close(handle)
+
+
 @dataclasses.dataclass(frozen=True)
 class Started:
     """A process in which training may begin.
@@ -134,7 +169,11 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
 
 
 def write_summary(output: Path, started_: Started, reports: list[Any]) -> None:
-    """Writes ``summary.json``: what a run came to, also when it was stopped."""
+    """Writes ``summary.json``: what a run came to, also when it was stopped.
+
+    Raises:
+        TrainingStoppedError: it cannot be written.
+    """
     counters = dataclasses.asdict(started_.frozen.counters) if started_.frozen is not None else None
     summary = {
         "bundle": started_.frozen.digest if started_.frozen is not None else None,
@@ -143,5 +182,12 @@ def write_summary(output: Path, started_: Started, reports: list[Any]) -> None:
         "steps": len(reports),
         "losses": [report.loss for report in reports],
     }
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    path = output / "summary.json"
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(summary, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise TrainingStoppedError(
+            f"summary: `{path}` cannot be written ({error.strerror}); wanted room and a folder that can be written to"
+        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -15,6 +16,10 @@ from kernelbake.workload import Fault
 
 REQUIRED: Final = object()
 """The default of a field that must be given."""
+
+LARGEST: Final = 2**63 - 1
+"""Whole numbers above it fit no generator's seed, no tensor and no file."""
+LARGEST_FP32: Final = 3.4028234e38
 
 
 def shown(value: Any) -> str:
@@ -81,8 +86,10 @@ class Reader:
         given, value = self._take(name, default, wanted)
         if not given:
             return low if value is REQUIRED else value
-        if type(value) is int and value >= low and (high is None or value <= high):
+        if type(value) is int and low <= value <= (LARGEST if high is None else high):
             return value
+        if type(value) is int and value > LARGEST and high is None:
+            wanted += f" and at most {LARGEST}"
         self.fault(name, f"found {shown(value)}; wanted {wanted}")
         return low if default in (REQUIRED, None) else default
 
@@ -92,7 +99,7 @@ class Reader:
         given, value = self._take(name, default, wanted)
         if not given:
             return low if value is REQUIRED else value
-        if type(value) in (int, float) and math.isfinite(value) and low <= value <= high:
+        if type(value) in (int, float) and _is_finite(value) and low <= value <= high:
             return float(value)
         text = "; it is text, so leave the quotes away" if isinstance(value, str) and _is_number(value) else ""
         self.fault(name, f"found {shown(value)}{text}; wanted {wanted}")
@@ -106,7 +113,9 @@ class Reader:
         if not given:
             return "" if value is REQUIRED else value
         if isinstance(value, str) and value.strip() and (not options or value in options):
-            return value
+            if _is_name(value):
+                return value
+            wanted = "text without characters that no path can have"
         self.fault(name, f"found {shown(value)}; wanted {wanted}")
         return (options[0] if options else "") if default in (REQUIRED, None) else default
 
@@ -129,7 +138,9 @@ class Reader:
             self.fault(name, f"found {shown(value)}; wanted a list of ascending whole numbers, at least one")
             return () if default in (REQUIRED, None) else default
         for position, item in enumerate(value):
-            if type(item) is not int or item < low:
+            if type(item) is int and item > LARGEST:
+                self._item(name, position, f"found {shown(item)}; wanted a whole number of at most {LARGEST}")
+            elif type(item) is not int or item < low:
                 self._item(name, position, f"found {shown(item)}; wanted a whole number of at least {low}")
             elif item in value[:position]:
                 self._item(name, position, f"`{item}` stands here a second time")
@@ -173,6 +184,22 @@ class Reader:
     def _item(self, name: str, position: int, message: str) -> None:
         self._bad.add(name)
         self._faults.append(Fault(f"{self.path}.{name}.{position}".lstrip("."), message))
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a number is finite as a float; a whole number may be too large for one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_name(text: str) -> bool:
+    """Whether the system could take the text as a path: no zero byte, no half of a surrogate pair."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_number(text: str) -> bool:

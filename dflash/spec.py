@@ -6,6 +6,7 @@ The dimensions of the models stand in the section itself, so that planning, buil
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -398,9 +399,15 @@ def read_options(reader: Reader) -> tuple[tuple[str, Any], ...] | None:
     if found is None:
         return None
     scalar = (str, int, float, bool)
-    if isinstance(found, Mapping) and all(isinstance(k, str) and isinstance(v, scalar) for k, v in found.items()):
+    good = isinstance(found, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(value, scalar)
+        and not (isinstance(value, float) and not math.isfinite(value))
+        for name, value in found.items()
+    )
+    if good:
         return tuple(found.items())
-    reader.fault("template_options", f"found {shown(found)}; wanted names with texts, numbers or flags")
+    reader.fault("template_options", f"found {shown(found)}; wanted names with texts, finite numbers or flags")
     return None
 
 

@@ -132,9 +132,14 @@ class Trainer:
             self.validation = validate([self.pair], self.held_out, shapes, self.job.drafting, self.job.run.seed)
         return self.validation
 
-    def save(self) -> Path:
-        """Writes a checkpoint of the current step."""
-        return checkpoint.save(self.job.output, self.state(self.loader.state()), self.pair.optimizer.state())
+    def save(self, loader_state: dict[str, Any] | None = None) -> Path:
+        """Writes a checkpoint of the current step.
+
+        Args:
+            loader_state: position in the data at this step; None is where the loader stands.
+        """
+        place = self.loader.state() if loader_state is None else loader_state
+        return checkpoint.save(self.job.output, self.state(place), self.pair.optimizer.state())
 
 
 def torch_device(number: int, *, interpreted: bool) -> torch.device:
@@ -188,7 +193,7 @@ def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:
     reader = _Reader(trainer)
     stop.armed = True
     while trainer.done < run.steps and stop.number is None:
-        reader.begin()
+        reader.begin(trainer.loader.state())
         step = [next(batches) for _ in range(run.batch.accumulate)]
         lr = run.optimizer.rate(trainer.done, run.steps)
         tensors = _step(trainer.pair, step, lr)
@@ -249,6 +254,7 @@ class _Launched:
     lr: float
     epoch: float
     begun: float
+    before: dict[str, Any]  # position in the data
 
 
 class _Reader:
@@ -258,12 +264,14 @@ class _Reader:
         self._trainer = trainer
         self._waiting: list[_Launched] = []
         self._begun = time.perf_counter()
+        self._before: dict[str, Any] = {}
         trainer.job.output.mkdir(parents=True, exist_ok=True)
         self._log = trainer.job.output / "metrics.jsonl"
 
-    def begin(self) -> None:
-        """Notes that a step begins."""
+    def begin(self, before: dict[str, Any]) -> None:
+        """Notes that a step begins, and where in the data."""
         self._begun = time.perf_counter()
+        self._before = before
 
     def validate(self) -> None:
         """Validates and logs what came of it."""
@@ -273,15 +281,21 @@ class _Reader:
             self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
-        with self._log.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self._log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainingStoppedError(
+                f"metrics: `{self._log}` cannot be written ({error.strerror}); wanted room and a file to append to",
+                hint="the newest whole checkpoint is good; --resume latest goes on from it",
+            ) from error
 
     def read(self, tensors: StepTensors, batches: list[Batch], lr: float) -> Iterator[StepReport]:
         """Takes a step that was launched, and yields the one before it."""
         results = _OnItsWay(torch.cat((tensors.loss.double()[None], tensors.norm.double()[None], tensors.counts)))
         yield from self.rest(self._begun)
         self._waiting.append(
-            _Launched(self._trainer.done, results, batches, lr, self._trainer.loader.epoch, self._begun)
+            _Launched(self._trainer.done, results, batches, lr, self._trainer.loader.epoch, self._begun, self._before)
         )
 
     def rest(self, end: float | None = None) -> Iterator[StepReport]:
@@ -294,7 +308,7 @@ class _Reader:
             launched = self._waiting.pop(0)
             loss, norm, *counts = launched.results.tolist()
             if not math.isfinite(loss) or not math.isfinite(norm):
-                raise _not_finite(launched.step, loss, norm, launched.batches)
+                raise _not_finite(launched, loss, norm, self._kept(launched))
             report = StepReport(
                 step=launched.step,
                 steps=self._trainer.job.run.steps,
@@ -311,13 +325,25 @@ class _Reader:
             self._write(report.to_json())
             yield report
 
+    def _kept(self, launched: _Launched) -> str:
+        """Saves the state before a step that changed no weight, and says where it is."""
+        trainer = self._trainer
+        trainer.done = launched.step - 1
+        if not trainer.done:
+            return "no weight was changed by it, nothing is lost"
+        try:
+            return f"the state before it is saved in `{trainer.save(launched.before)}`"
+        except TrainingStoppedError as error:
+            return f"no weight was changed by it; {error.message}"
 
-def _not_finite(step: int, loss: float, norm: float, batches: list[Batch]) -> TrainingStoppedError:
+
+def _not_finite(launched: _Launched, loss: float, norm: float, kept: str) -> TrainingStoppedError:
+    batches = launched.batches
     visits = [f"sample {index} of epoch {epoch}" for batch in batches for epoch, index in batch.visits]
     return TrainingStoppedError(
-        f"step {step}: loss `{loss}`, gradient norm `{norm}`; wanted finite numbers",
+        f"step {launched.step}: loss `{loss}`, gradient norm `{norm}`; wanted finite numbers",
         reasons=[f"{batches[0].shape}", *visits[:20]],
-        hint="no weight was changed by this step or after it; the last checkpoint is good",
+        hint=f"{kept}; a lower --lr or other samples may help",
     )
 
 

@@ -179,7 +179,33 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_samples(
         reports.extend(trainer.train(made, Stop()))
     assert caught.value.exit_code == ExitCode.STOPPED
     assert any("sample" in reason for reason in caught.value.reasons)
+    saved = tmp_path / "step-00000002"
+    assert [path.name for path in tmp_path.glob("step-*")] == [saved.name]
+    assert str(saved) in str(caught.value.hint)
+    unbroken = steps(job(tmp_path / "unbroken", text, steps=6))
+    resumed = steps(job(tmp_path, text, steps=6, resume="latest"))
+    assert [report.loss for report in resumed] == [report.loss for report in unbroken[2:]]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_first_step_that_is_not_finite_leaves_no_checkpoint(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer.build(job(tmp_path, text, steps=6))
+    true_loss = made.pair.loss
+    monkeypatch.setattr(made.pair, "loss", lambda *args: (true_loss(*args)[0] * math.inf, true_loss(*args)[1]))
+    with pytest.raises(TrainingStoppedError, match="step 1: loss") as caught:
+        list(trainer.train(made, Stop()))
+    assert "nothing is lost" in str(caught.value.hint)
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_log_that_cannot_be_written_stops_the_run(text: Path, tmp_path: Path) -> None:
+    made = trainer.build(job(tmp_path, text, steps=3))
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TrainingStoppedError, match=r"metrics\.jsonl` cannot be written"):
+        list(trainer.train(made, Stop()))
 
 
 @pytest.mark.usefixtures("quick")
@@ -242,6 +268,38 @@ def test_a_checkpoint_without_its_moments_is_refused(saved: Path, text: Path) ->
 @pytest.mark.parametrize("lost", ["state.json", "optimizer.safetensors"])
 def test_a_checkpoint_without_a_part_is_refused(saved: Path, text: Path, lost: str) -> None:
     (saved / lost).unlink()
+    with pytest.raises(InputError, match="resume: "):
+        resume(saved, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", -1),
+        ("step", "1"),
+        ("seed", None),
+        ("spec", []),
+        ("spec", {"axes": 1}),
+        ("run", 1),
+        ("bundle", 1),
+        ("loader", {}),
+        ("loader", {"epoch": 0, "next": 10**6, "waiting": {"32": []}}),
+        ("loader", {"epoch": 0, "next": 1, "waiting": {"32": [[0, 10**6]]}}),
+        ("loader", {"epoch": 0, "next": 1, "waiting": {"64": []}}),
+        ("loader", {"epoch": 0, "next": 1, "waiting": {"32": [1]}}),
+        ("loader", {"epoch": 0, "next": 1, "waiting": []}),
+    ],
+)
+def test_a_state_of_the_wrong_kind_is_refused(saved: Path, text: Path, name: str, value: Any) -> None:
+    path = saved / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(InputError, match="resume: "):
+        resume(saved, text)
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", "[" * 100_000, '{"format": 1}', "\udcff"])
+def test_a_state_that_is_none_is_refused(saved: Path, text: Path, content: str) -> None:
+    (saved / "state.json").write_text(content, errors="surrogateescape")
     with pytest.raises(InputError, match="resume: "):
         resume(saved, text)
 

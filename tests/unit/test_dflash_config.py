@@ -46,6 +46,18 @@ def test_numbers_are_numbers_in_every_spelling(text: str, tmp_path: Path) -> Non
         ("batch: {size: 0}", "batch.size: "),
         ("batch: 4", "batch: "),
         ("lr: 1", "lr: unknown key"),
+        (
+            "seed: 9223372036854775808",
+            "seed: found `9223372036854775808`; wanted a whole number of at least 0 and at most",
+        ),
+        ("batch: {buckets: [9223372036854775808]}", "batch.buckets.0: "),
+        ("optimizer: {lr: 1" + "0" * 400 + "}", "optimizer.lr: "),
+        ("optimizer: {lr: 1.0e+39}", "optimizer.lr: "),
+        ("optimizer: {beta2: 1.0}", "optimizer.beta2: "),
+        ("optimizer: {eps: 0}", "optimizer.eps: "),
+        ('output: "a\\0b"', "output: found `'a\\x00b'`; wanted text without characters that no path can have"),
+        ('target: "\\ud800"', "target: "),
+        ("data: {template_options: {a: .nan}}", "data.template_options: "),
         ("[1, 2]", ": found `[1, 2]`; wanted a mapping"),
     ],
 )
@@ -54,6 +66,41 @@ def test_a_fault_names_its_field(text: str, path: str, tmp_path: Path) -> None:
         load(text, tmp_path=tmp_path)
     assert [reason for reason in caught.value.reasons if reason.startswith(path)] == list(caught.value.reasons)
     assert len(caught.value.reasons) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 3000,
+        "{a: " * 2000,
+        "steps: 1" + "0" * 5000,
+        "steps: 2020-13-45",
+        "steps: !!int x",
+        "steps: !!float x",
+        "a: &a [1]\nb: *a\n",
+        "&a [*a]",
+        "steps: 1\nsteps: 2\n",
+        "a: 1\n---\nb: 2\n",
+    ],
+)
+def test_what_yaml_cannot_say_plainly_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="configuration `"):
+        load(text, tmp_path=tmp_path)
+    with pytest.raises(InputError, match="configuration `--set steps`"):
+        load(sets=(f"steps={text}",))
+
+
+def test_aliases_that_multiply_are_refused_before_they_are_built(tmp_path: Path) -> None:
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 12)]
+    with pytest.raises(InputError, match=r"line 2: `\*a0`; wanted no aliases"):
+        load("\n".join([*rows, "steps: *a11"]), tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("name", [".", "missing.yaml", "x" * 5000])
+def test_what_is_no_file_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="wanted a YAML file"):
+        config.load(tmp_path / name, (), {})
 
 
 def test_all_faults_come_at_once(tmp_path: Path) -> None:
