@@ -171,12 +171,15 @@ class LaunchLog:
 
     def _forget_written(self, launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """What the kernel would have written is not known from here on."""
+        call = named(launchable, args, kwargs)
+        known = {name: [item for item in _tensors_in(call[name]) if faketensors.is_known(item)] for name in call}
+        if not any(known.values()):
+            return
         function = triton_api.innermost(launchable)
         if id(function) not in self._written:
             self._written[id(function)] = writes.written_parameters(function.fn)
-        call = named(launchable, args, kwargs)
         for name in self._written[id(function)]:
-            for tensor in _tensors_in(call.get(name)):
+            for tensor in known.get(name, ()):
                 faketensors.forget(tensor)
 
     def _identify(self, launchable: Any) -> None:

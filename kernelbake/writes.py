@@ -109,16 +109,16 @@ def _passed_to(parameters: Iterable[str], callee: Any, call: ast.Call) -> Iterat
 def _flows(tree: ast.FunctionDef, parameters: Iterable[str]) -> dict[str, set[str]]:
     """Name → the parameters from which its value may have been made, to a fixed point."""
     flows = {name: {name} for name in parameters}
-    assignments = list(_assignments(tree))
+    assignments = [(_names([target]), _names([value])) for target, value in _assignments(tree)]
     changed = True
     while changed:
         changed = False
-        for target, value in assignments:
-            found = _roots([value], flows)
-            for name in (node.id for node in ast.walk(target) if isinstance(node, ast.Name)):
-                before = len(flows.setdefault(name, set()))
-                flows[name] |= found
-                changed = changed or len(flows[name]) > before
+        for targets, sources in assignments:
+            found = set().union(*(flows.get(name, ()) for name in sources))
+            for name in targets:
+                known = flows.setdefault(name, set())
+                changed = changed or not found <= known
+                known |= found
     return flows
 
 
@@ -134,13 +134,17 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 def _roots(expressions: Iterable[ast.expr], flows: dict[str, set[str]]) -> set[str]:
     """The parameters from which expressions may be made, what they load aside."""
+    return set().union(*(flows.get(name, ()) for name in _names(expressions)))
+
+
+def _names(expressions: Iterable[ast.expr]) -> set[str]:
+    """The names in expressions, those of what is loaded aside."""
     found: set[str] = set()
     waiting: list[ast.AST] = list(expressions)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.Call) and _name_of(node.func)[0] in _LOADS:
-            continue
         if isinstance(node, ast.Name):
-            found |= flows.get(node.id, set())
-        waiting += ast.iter_child_nodes(node)
+            found.add(node.id)
+        elif not (isinstance(node, ast.Call) and _name_of(node.func)[0] in _LOADS):
+            waiting += ast.iter_child_nodes(node)
     return found
