@@ -1,0 +1,69 @@
+"""The output folder of a run: one run at a time, refused before anything is loaded, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash import launch
+from dflash.errors import TrainingStoppedError
+from dflash.proof import Proof
+from kernelbake.errors import ExitCode, InputError, LockedError
+
+HOLD = (
+    "import sys, pathlib\nfrom dflash import launch\n"
+    "with launch.holding(pathlib.Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+)
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended_however(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(LockedError, match="another run holds") as caught, launch.holding(output):
+            pass
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    assert caught.value.exit_code == ExitCode.LOCKED
+    for _ in range(2):
+        with launch.holding(output):
+            assert output.is_dir()
+
+
+@pytest.mark.parametrize("wrong", ["a file", "below a file", "too long", "a link"])
+def test_an_output_that_cannot_be_is_refused(wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / ".lock").symlink_to(tmp_path / "file")
+    places = {"a file": "file", "below a file": "file/run", "too long": "x" * 300, "a link": "linked"}
+    with pytest.raises(InputError, match="output: .* cannot be written to"), launch.holding(tmp_path / places[wrong]):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def summed_up(output: Path) -> None:
+    report = SimpleNamespace(loss=0.5)
+    launch.write_summary(output, launch.Started(None, Proof()), [report])
+
+
+def test_a_summary_is_whole_or_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed_up(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["losses"] == [0.5]
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(TrainingStoppedError, match="No space left on device"):
+        summed_up(tmp_path)
+    assert os.listdir(tmp_path) == ["summary.json"]
