@@ -16,11 +16,11 @@ import dflash
 from dflash import config, errors, render
 from dflash.config import RunConfig
 from dflash.errors import ExitCode
+from dflash.stop import Stop, Terminated, terminable
 from kernelbake.errors import InputError, KernelbakeError
 
 if TYPE_CHECKING:
     from dflash.launch import Plan, Started
-    from dflash.stop import Stop
 
 EPILOG = "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 does not fit, 5 missing, 8 stopped, 130, 143."
 
@@ -92,8 +92,8 @@ def train(file: Path | None, settings: tuple[str, ...], stock: bool, compile_: b
         )
     from dflash import launch
 
-    plan = launch.settle(_load(file, settings, given))
     stop = _stop()
+    plan = launch.settle(_load(file, settings, given))
     with contextlib.ExitStack() as stack:
         stack.enter_context(launch.holding(Path(plan.run.output)))
         if not stock:
@@ -104,8 +104,6 @@ def train(file: Path | None, settings: tuple[str, ...], stock: bool, compile_: b
 
 
 def _stop() -> Stop:
-    from dflash.stop import Stop
-
     stop = Stop()
     stop.install()
     return stop
@@ -116,8 +114,9 @@ def _preflight(plan: Plan) -> None:
 
     with render.planning() as on_progress:
         found = launch.check(plan, on_progress)
+    cases = len(found.plan.cases)
     render.note(
-        f"preflight: bundle covers this run: {len(found.plan.cases)} cases, "
+        f"preflight: bundle covers this run: {cases} case{'s' if cases != 1 else ''}, "
         f"{found.coverage.num_needed} launches, {found.seconds:.1f} s"
     )
     for case in found.new_cases:
@@ -237,11 +236,15 @@ def run(function: Callable[[], Any]) -> NoReturn:
 
 def _code(function: Callable[[], Any]) -> int:
     try:
-        check_not_foreign()
-        function()
+        with terminable():
+            check_not_foreign()
+            function()
     except (KeyboardInterrupt, click.Abort):
         render.note("interrupted")
         return ExitCode.INTERRUPTED
+    except Terminated:
+        render.note("terminated")
+        return ExitCode.TERMINATED
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
     except click.UsageError as error:

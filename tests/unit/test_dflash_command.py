@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -61,6 +62,41 @@ def test_input_errors_have_code_2_and_say_what_was_wanted(arguments: tuple[str, 
     assert said in done.stderr
     assert not done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code", "said"),
+    [
+        ("train", "SIGTERM", ExitCode.TERMINATED, "train: stopped by SIGTERM; no step was made yet"),
+        ("train", "SIGINT", ExitCode.INTERRUPTED, "train: stopped by SIGINT; no step was made yet"),
+        ("preflight", "SIGTERM", ExitCode.TERMINATED, "terminated"),
+        ("preflight", "SIGINT", ExitCode.INTERRUPTED, "interrupted"),
+    ],
+)
+def test_a_signal_while_the_bundle_is_read_ends_the_command_with_its_code(
+    command: str, number: str, code: ExitCode, said: str
+) -> None:
+    program = (
+        "import signal, sys\nfrom dflash import cli, launch\n"
+        f"launch.settle = lambda run: signal.raise_signal(signal.{number})\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    done = run(command, code=program)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_sigterm_ends_a_command_at_once() -> None:
+    program = (
+        "import signal\nfrom dflash import cli\n"
+        "def stubborn():\n"
+        "    try:\n        signal.raise_signal(signal.SIGTERM)\n"
+        "    finally:\n        signal.raise_signal(signal.SIGTERM)\n        print('not reached')\n"
+        "cli.run(stubborn)\n"
+    )
+    done = run(code=program)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
 
 
 def test_an_environment_with_the_foreign_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
