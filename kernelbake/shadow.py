@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -94,6 +95,7 @@ def run(request: Request, report: Report = lambda done, total, message: None) ->
         report(0, total, "building the modules")
         with explained("open"):
             session = plugin.open(spec, device="cpu" if request.interpreted else "cuda", seed=SEED)
+        gc.freeze()  # libraries and modules are here to stay; collecting around them costs more than the steps
         for done, case in enumerate(cases.planned):
             report(done, total, case.id)
             log.case = case
