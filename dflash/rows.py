@@ -75,7 +75,11 @@ def open_rows(source: str) -> Rows:
         DataError: there is no such thing, or the package that reads it is missing.
     """
     path = Path(source)
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise DataError(f"data: `{source}` cannot be read ({error.strerror}); wanted a file or a Hub id") from error
+    if is_folder:
         return _folder_rows(path)
     if path.suffix == ".parquet":
         if not path.is_file():

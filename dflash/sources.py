@@ -195,11 +195,19 @@ class RowSource:
         return len(self._keys)
 
     def read(self, number: int) -> tuple[Integers, Flags]:
-        [item] = self._encoder([self._rows.at(self._keys[number])])
+        try:
+            [item] = self._encoder([self._rows.at(self._keys[number])])
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._changed(number) from error
         if not isinstance(item, Tokenized):
-            raise DataError(f"data: `{self.name}` has changed while it was in use, at sample `{number}`")
+            raise self._changed(number)
         ids, supervised = np.array(item.ids, np.int64), np.array(item.supervised, np.bool_)
         return ids[: self._longest], supervised[: self._longest]
+
+    def _changed(self, number: int) -> DataError:
+        return DataError(
+            f"data: `{self.name}` has changed while it was in use, at sample `{number}`; wanted it as it was checked"
+        )
 
 
 def _batches(rows: Rows) -> Iterator[list[Row | Broken]]:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dflash import checkpoint, data, devices, drafter, export, memory, sources, 
 from dflash.anchors import Drafting
 from dflash.buckets import Batch, Shape
 from dflash.config import RunConfig
-from dflash.errors import InterruptedRunError, TrainingStoppedError
+from dflash.errors import DataError, InterruptedRunError, TrainingStoppedError
 from dflash.metrics import Scores
 from dflash.optimizer import Optimizer
 from dflash.pairs import Pair, StepTensors
@@ -194,7 +194,7 @@ def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:
     stop.armed = True
     while trainer.done < run.steps and stop.number is None:
         reader.begin(trainer.loader.state())
-        step = [next(batches) for _ in range(run.batch.accumulate)]
+        step = yield from reader.fetch(batches, run.batch.accumulate)
         lr = run.optimizer.rate(trainer.done, run.steps)
         tensors = _step(trainer.pair, step, lr)
         trainer.done += 1
@@ -272,6 +272,20 @@ class _Reader:
         """Notes that a step begins, and where in the data."""
         self._begun = time.perf_counter()
         self._before = before
+
+    def fetch(self, batches: Iterator[Batch], count: int) -> Generator[StepReport, None, list[Batch]]:
+        """The batches of a step.
+
+        Raises:
+            DataError: the data changed while it was in use; what has been trained is saved first.
+        """
+        try:
+            return [next(batches) for _ in range(count)]
+        except DataError:
+            yield from self.rest()
+            if self._trainer.done:
+                self._trainer.save(self._before)
+            raise
 
     def validate(self) -> None:
         """Validates and logs what came of it."""

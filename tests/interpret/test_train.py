@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash import checkpoint, config, export, target, trainer
-from dflash.errors import ExitCode, InterruptedRunError, ResumeError, TrainingStoppedError
+from dflash.errors import DataError, ExitCode, InterruptedRunError, ResumeError, TrainingStoppedError
 from dflash.spec import Spec
 from dflash.stop import Stop
 from dflash.trainer import Job, StepReport
@@ -198,6 +198,24 @@ def test_a_first_step_that_is_not_finite_leaves_no_checkpoint(
         list(trainer.train(made, Stop()))
     assert "nothing is lost" in str(caught.value.hint)
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("after", ["nothing", "half a file", "no JSON", "gone"])
+def test_data_that_changes_during_a_run_ends_it_with_the_state_saved(after: str, text: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data.jsonl"
+    copy.write_bytes(text.read_bytes())
+    training = trainer.train(trainer.build(job(tmp_path / "run", copy, steps=50)), Stop())
+    first = next(training)
+    if after == "gone":
+        copy.unlink()
+    else:
+        contents = {"nothing": b"", "half a file": text.read_bytes()[:30], "no JSON": b"\xff" * 3000}
+        copy.write_bytes(contents[after])
+    reports = [first]
+    with pytest.raises(DataError, match="has changed while it was in use"):
+        reports.extend(training)
+    assert (tmp_path / "run" / f"step-{reports[-1].step:08d}" / "state.json").is_file()
 
 
 @pytest.mark.usefixtures("quick")

@@ -484,3 +484,8 @@ def test_template_options_are_names_with_values(value: Any) -> None:
 def test_a_section_survives_as_plain_data() -> None:
     made = section(source="x", template_options={"enable_thinking": False}, held_out=4, broken="skip")
     assert Spec.parse(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_a_path_that_is_too_long_is_refused() -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        open_rows("x" * 5000 + ".jsonl")
