@@ -488,4 +488,4 @@ def test_a_section_survives_as_plain_data() -> None:
 
 def test_a_path_that_is_too_long_is_refused() -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        open_rows("x" * 5000 + ".jsonl")
+        rows.open_rows("x" * 5000 + ".jsonl")
