@@ -6,6 +6,7 @@ pairs nor which of them took a batch changes a bit of the result.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import math
 import threading
@@ -41,10 +42,10 @@ class Validation:
 
     def line(self) -> str:
         """For people."""
-        scores = self.scores
+        scores, plural = self.scores, "s" if self.num_samples != 1 else ""
         return (
-            f"validation: {self.num_samples} held-out samples, loss {self.loss:.4f}, accuracy {scores.accuracy:.1%}, "
-            f"acceptance length {scores.acceptance_length:.2f} (estimated)"
+            f"validation: {self.num_samples} held-out sample{plural}, loss {self.loss:.4f}, "
+            f"accuracy {scores.accuracy:.1%}, acceptance length {scores.acceptance_length:.2f} (estimated)"
         )
 
 
@@ -86,7 +87,10 @@ def validate(
     """
     work = _Work(batches(source, shapes, drafting, seed))
     threads = [
-        threading.Thread(target=work.run, args=(pair,), name=f"validation of pair {pair.number}") for pair in pairs
+        threading.Thread(  # in the caller's context: what NumPy does about overflows belongs to it
+            target=contextvars.copy_context().run, args=(work.run, pair), name=f"validation of pair {pair.number}"
+        )
+        for pair in pairs
     ]
     for thread in threads:
         thread.start()

@@ -121,3 +121,15 @@ def test_a_pair_that_fails_is_named_and_stops_the_others() -> None:
     assert any("in prepare" in line for line in caught.value.reasons)
     assert len(pairs[0].seen) < 100
     assert validation.validate([FakePair(0)], Samples(9), shapes(), DRAFTING, 0).num_samples == 1  # type: ignore[list-item]
+
+
+def test_pairs_compute_in_the_callers_context() -> None:
+    class Overflowing(FakePair):
+        def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+            np.exp2(np.float32([1000.0]))  # a lane that a kernel masks afterwards; a warning is an error in tests
+            return super().prepare(batch)
+
+    pair: Any = Overflowing(0)
+    with np.errstate(over="ignore"):
+        found = validate([pair], Samples(9), shapes(), DRAFTING, 0)
+    assert found.line().startswith("validation: 1 held-out sample, loss ")
