@@ -23,6 +23,7 @@ from kernelbake.plan import Coverage, Missing, Plan, coverage
 from kernelbake.profiles import DeviceProfile
 
 INTERPRETED = "interpreted"
+_UNMEASURED = "compiled-only"
 
 Compare = Callable[[], Difference]
 """Gives the difference between a plan and what was launched so far."""
@@ -103,14 +104,15 @@ def preflight(
         paths: further folders in which the planning process looks for modules.
 
     Raises:
-        CoverageError: the bundle lacks something that the run needs; all of it is listed.
+        CoverageError: the bundle lacks something that the run needs, all of it is listed; or it was not measured yet.
         MisfitError: the bundle was made with another Triton or from other kernel sources.
         BundleError: the bundle cannot be trusted.
         PlanError: the run cannot be planned.
     """
     start = time.monotonic()
-    interpreted = bundle.read_header(path)["made"] == INTERPRETED
-    with planner.started(interpreted=interpreted) as child:
+    header = bundle.read_header(path)
+    _refuse_unmeasured(header["made"], header["name"], "preflight")
+    with planner.started(interpreted=header["made"] == INTERPRETED) as child:
         held = bundle.read(path)
         own = _section(held)
         plan = child.plan(
@@ -172,9 +174,10 @@ def refuse(plan: Plan, held: Bundle, found: Coverage, where: str) -> None:
 
     Raises:
         MisfitError: another Triton, or other kernel sources.
-        CoverageError: something is missing; all of it is listed.
+        CoverageError: something is missing, all of it is listed; or nothing in the bundle was measured yet.
     """
     _refuse_misfit(plan, held, found, where)
+    _refuse_unmeasured(held.made, held.name, where)
     _refuse_gaps(plan, held, found, where)
 
 
@@ -188,6 +191,15 @@ def _refuse_misfit(plan: Plan, held: Bundle, found: Coverage, where: str) -> Non
             f"{where}: bundle `{held.name}` was made from other code than this run would use; wanted the same",
             hint="build the bundle again with the versions installed here",
             reasons=reasons,
+        )
+
+
+def _refuse_unmeasured(made: str, name: str, where: str) -> None:
+    """A bundle without choices lacks every launch, and for one reason: the GPU has not measured yet."""
+    if made == _UNMEASURED:
+        raise CoverageError(
+            f"{where}: bundle `{name}` holds code for every candidate and no choice; wanted a measured one",
+            hint="measure it on the GPU: `kernelbake build --manifest FILE --from BUNDLE`",
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import samples
 
-from kernelbake import bundle, planner, profiles
+from kernelbake import bundle, inspect, planner, profiles
 from kernelbake.errors import BundleError, CoverageError, ExitCode, MisfitError
 from kernelbake.keys import Case
 from kernelbake.plan import Plan
@@ -100,6 +100,20 @@ def test_every_gap_is_listed_with_its_case_and_the_nearest_entry(baked: tuple[Pa
         assert reason.startswith(f"key {name}: n=8192 ")
         assert "needed by bucket=8192 batch=1" in reason
         assert "nearest in the bundle differs in n: `8192`; `" in reason
+
+
+def test_a_bundle_without_measurements_says_so_before_anything_is_planned(
+    baked: tuple[Path, Plan], planned: list[Any], tmp_path: Path
+) -> None:
+    made = samples.contents(made="compiled-only")
+    path = tmp_path / "compiled.tar"
+    bundle.write(path, made)
+    with pytest.raises(CoverageError, match="preflight: bundle `sample` holds code for every") as caught:
+        preflight(path)
+    assert not caught.value.reasons
+    assert "--from BUNDLE" in str(caught.value)
+    with pytest.raises(CoverageError, match="coverage: bundle `sample` holds code for every candidate and no choice"):
+        inspect.covered_inside(bundle.read(path)).refuse("coverage")
 
 
 def test_another_implementation_is_a_gap(baked: tuple[Path, Plan], planned: list[Any]) -> None:
