@@ -26,6 +26,8 @@ ATTENTIONS = ("full_attention", "sliding_attention")
 HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions of the drafter's attention kernels, repeated here as ``dflash.attention`` loads torch."""
 
+MAX_LAYERS = 10_000
+"""Of a model; what is above it is a slip of the hand that planning would not get to the end of."""
 MAX_GROUP = 16
 """The most query heads that may share a kv head there."""
 
@@ -107,7 +109,7 @@ class TargetSpec:
         spec = cls(
             model=reader.text("model"),
             architecture=architecture,
-            num_layers=reader.integer("num_layers"),
+            num_layers=reader.integer("num_layers", high=MAX_LAYERS),
             full_attention_interval=reader.integer("full_attention_interval", 4),
             hidden_size=reader.integer("hidden_size"),
             intermediate_size=reader.integer("intermediate_size"),
@@ -199,7 +201,7 @@ class DrafterSpec:
 
     @classmethod
     def read(cls, reader: Reader, target: TargetSpec, target_reader: Reader) -> DrafterSpec:
-        num_layers = reader.integer("num_layers", 5)
+        num_layers = reader.integer("num_layers", 5, high=MAX_LAYERS)
         spec = cls(
             num_layers=num_layers,
             num_heads=reader.integer("num_heads"),

@@ -6,6 +6,7 @@ The workload's own section is checked by its plug-in; kernelbake adds the lines.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -25,6 +26,8 @@ from kernelbake.yamlfile import Document, Fault
 
 FORMAT = 1
 RUNNING = "running"
+MAX_LIMIT_S = 86_400.0
+"""A day; the system's waits take no number of any size."""
 MAX_SHOWN = 100
 """Faults that a refusal lists; a file with more of them is no manifest."""
 
@@ -67,7 +70,7 @@ class MeasurePolicy(pydantic.BaseModel):
     tie_threshold: float = Field(default=0.01, ge=0, lt=1)
     tolerance: float = Field(default=0.02, gt=0, lt=1)
     repeats: int = Field(default=2, ge=2)
-    time_limit_s: PositiveFloat = 30.0
+    time_limit_s: float = Field(default=30.0, gt=0, le=MAX_LIMIT_S)
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     @pydantic.model_validator(mode="after")
@@ -216,8 +219,9 @@ def find(name: str) -> Path:
         InputError: there is none; the hint lists the packaged ones.
     """
     for path in (Path(name), Path("manifests") / name, PACKAGED / name):
-        if path.is_file():
-            return path
+        with contextlib.suppress(OSError):  # a name that is too long for the system is no file either
+            if path.is_file():
+                return path
     packaged = ", ".join(f"`{known}`" for known in names())
     raise InputError(
         f"manifest: `{name}` is neither a file nor a name in `./manifests` nor packaged; wanted a manifest",

@@ -140,6 +140,12 @@ def test_what_is_no_whole_number_is_refused_by_its_field(text: str) -> None:
     assert fault.startswith("line 7, measure.rounds: ")
 
 
+@pytest.mark.parametrize("text", ["86401", "1e300", "0"])
+def test_a_limit_that_no_wait_can_keep_is_refused(text: str) -> None:
+    [fault] = faults(GOOD + f"measure: {{time_limit_s: {text}}}\n")
+    assert fault.startswith("line 7, measure.time_limit_s: ")
+
+
 def test_a_policy_in_disorder_is_a_fault() -> None:
     found = faults(GOOD + "measure: {min_samples: 9, max_samples: 3}\n")
     assert found == ["line 7, measure: `min_samples` 9 is above `max_samples` 3; wanted them the other way round"]
@@ -401,3 +407,9 @@ def test_the_document_lists_every_key_with_its_default() -> None:
     custom = [name for name in profiles.DeviceProfile.__dataclass_fields__ if name != "backend"]
     assert not [name for name in custom if f"| `{name}` |" not in text]
     assert not [name for name in profiles.names() if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize("name", ["", ".", "nowhere.yaml", "x" * 5000])
+def test_what_no_file_is_called_is_not_found(name: str) -> None:
+    with pytest.raises(InputError, match="is neither a file nor a name"):
+        manifest.find(name)
