@@ -86,6 +86,9 @@ def open_(request: Request) -> Opened:
     served = export.load(folder)
     spec, seed = _spec(request, served)
     served.check_target(spec.target)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it recommends packages that would change what is measured
     source = _held_out(request, spec)
     prompts = evaluate.prompts(source, request.prompts, longest=request.longest_prompt)
     there, here = _devices(request.devices)

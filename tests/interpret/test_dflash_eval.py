@@ -39,7 +39,7 @@ def run_folder(folder: Path, *, held_out: int = 4) -> Path:
     made = tinytarget.spec()
     data = dataclasses.replace(made.data, source=str(folder / "rows.jsonl"), held_out=held_out)
     made = dataclasses.replace(made, data=data)
-    state = checkpoint.State(3, 5, {}, made.to_json(), {}, None)
+    state = checkpoint.State(3, 5, {"epoch": 0, "next": 0, "waiting": {}}, made.to_json(), {}, None)
     checkpoint.save(folder / "run", state, {"x": torch.zeros(1)})
     checkpoint.export(folder / "run" / "drafter", tinytarget.build_drafter(made, dtype=torch.float32), made)
     assert Spec.parse(made.to_json()) == made
@@ -71,6 +71,7 @@ def test_the_held_out_samples_of_a_run_are_answered(tmp_path: Path) -> None:
         assert all(difference["margin"] < 1e-3 for difference in item["differences"])
     assert "acceptance length" in err
     assert "copied n-grams" in err
+    assert "causal_conv1d" not in err  # what transformers recommends would change what is measured
 
 
 def test_other_samples_and_an_exported_drafter_alone(tmp_path: Path) -> None:
