@@ -216,8 +216,12 @@ def check_not_foreign() -> None:
         other = importlib.metadata.distribution("dflash")
     except importlib.metadata.PackageNotFoundError:
         return
+    try:
+        version = other.version or "of unknown version"
+    except (KeyError, OSError, ValueError):  # damaged metadata
+        version = "of unknown version"
     raise errors.ForeignPackageError(
-        f"environment: the distribution `dflash` {other.version} is installed, z-lab's package of the same import "
+        f"environment: the distribution `dflash` {version} is installed, z-lab's package of the same import "
         "name; wanted an environment without it",
         hint="its files and ours overwrite each other: use an environment for each, or `pip uninstall dflash` "
         "and install kernelbake again",

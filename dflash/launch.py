@@ -19,7 +19,7 @@ from dflash.config import RunConfig
 from dflash.errors import TrainingStoppedError
 from dflash.spec import Spec
 from dflash.workload import WORKLOAD
-from kernelbake.errors import InputError, LockedError
+from kernelbake.errors import BundleError, InputError, LockedError
 from kernelbake.preflight import INTERPRETED, Preflight, WorkloadSection, preflight, workload_of
 
 if TYPE_CHECKING:
@@ -161,11 +161,25 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
             with devices.importing_fla():
                 wanted = None if plan.interpreted else numbers
                 frozen = stack.enter_context(freeze(plan.run.bundle, wanted, trusted=trusted(plan.run)))
+            _check_same_bundle(plan, frozen.digest)
         stack.enter_context(WORKLOAD.prepare(interpreted=plan.interpreted))
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # what matters of its warnings is an error of ours, or stands in the bundle
         yield Started(frozen, proof.start())
+
+
+def _check_same_bundle(plan: Plan, digest: str) -> None:
+    """Refuses a file that was replaced since it was read: the preflight then spoke of another one.
+
+    Raises:
+        BundleError: it was.
+    """
+    if digest != plan.held.digest:
+        raise BundleError(
+            f"bundle `{plan.run.bundle}`: `{digest}`; wanted `{plan.held.digest}`, which it was a moment ago",
+            hint="the file was replaced while the run started: start it again",
+        )
 
 
 def write_summary(output: Path, started_: Started, reports: list[Any]) -> None:

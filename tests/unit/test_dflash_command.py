@@ -114,6 +114,19 @@ def test_an_environment_with_the_foreign_package_is_refused(monkeypatch: pytest.
         cli.check_not_foreign()
 
 
+@pytest.mark.parametrize("metadata", [None, b"", b"\xff\xfe\0", b"Name: dflash\n"])
+def test_a_foreign_package_with_damaged_metadata_is_refused(metadata: bytes | None, tmp_path: Path) -> None:
+    folder = tmp_path / "dflash-0.9.dist-info"
+    folder.mkdir()
+    if metadata is not None:
+        (folder / "METADATA").write_bytes(metadata)
+    done = run(
+        code=f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom dflash import cli\ncli.main(['--version'])"
+    )
+    assert done.returncode == ExitCode.INPUT, done.stderr
+    assert "is installed, z-lab's package" in done.stderr
+
+
 @pytest.mark.parametrize("editable", [True, False])
 def test_a_foreign_package_that_shadows_ours_is_refused(tmp_path: Path, editable: bool) -> None:
     """Another package of the import name comes first: kernelbake names it instead of failing somewhere in it."""

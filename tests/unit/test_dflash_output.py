@@ -16,7 +16,7 @@ import pytest
 from dflash import launch
 from dflash.errors import TrainingStoppedError
 from dflash.proof import Proof
-from kernelbake.errors import ExitCode, InputError, LockedError
+from kernelbake.errors import BundleError, ExitCode, InputError, LockedError
 
 HOLD = (
     "import sys, pathlib\nfrom dflash import launch\n"
@@ -49,6 +49,13 @@ def test_an_output_that_cannot_be_is_refused(wrong: str, tmp_path: Path) -> None
     with pytest.raises(InputError, match="output: .* cannot be written to"), launch.holding(tmp_path / places[wrong]):
         pass
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_bundle_that_was_replaced_while_the_run_started_is_refused() -> None:
+    plan: Any = SimpleNamespace(run=SimpleNamespace(bundle="b.tar"), held=SimpleNamespace(digest="sha256:a"))
+    launch._check_same_bundle(plan, "sha256:a")
+    with pytest.raises(BundleError, match="`sha256:b`; wanted `sha256:a`"):
+        launch._check_same_bundle(plan, "sha256:b")
 
 
 def summed_up(output: Path) -> None:
