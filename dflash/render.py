@@ -78,14 +78,15 @@ def _bar(description: str) -> Iterator[Any]:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
 
     columns = (
         TextColumn(description),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[message]}", markup=False),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[message]}", markup=False, table_column=Column()),  # wraps before others shrink
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         bar.add_task(description, total=None, message="")

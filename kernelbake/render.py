@@ -188,14 +188,15 @@ def _drawing() -> Iterator[_Lines | _Bars]:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
 
     columns = (
         TextColumn("{task.description:<10}"),
         BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[message]}", markup=False),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[message]}", markup=False, table_column=Column()),  # wraps before others shrink
     )
     with Progress(*columns, console=Console(stderr=True)) as bars:
         yield _Bars(bars)
