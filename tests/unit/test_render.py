@@ -22,18 +22,14 @@ class Terminal(io.StringIO):
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.getvalue())
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """stderr, 80 columns wide."""
-    made = Terminal()
-    monkeypatch.setattr(sys, "stderr", made)
+@pytest.mark.parametrize("planning", [dflash_render.planning, kernelbake_render.progress])
+def test_a_narrow_terminal_shows_how_far_it_is_beside_a_long_message(
+    monkeypatch: pytest.MonkeyPatch, planning: object
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    return made
-
-
-@pytest.mark.parametrize("planning", [dflash_render.planning, kernelbake_render.progress])
-def test_a_narrow_terminal_shows_how_far_it_is_beside_a_long_message(terminal: Terminal, planning: object) -> None:
     with planning() as on_progress:  # type: ignore[operator]
         on_progress(3, 40, LONG)
     assert " 3/40 " in terminal.shown()
