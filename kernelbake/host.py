@@ -73,7 +73,9 @@ def running_profile(device: int = 0) -> DeviceProfile:
     if not 0 <= device < count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         shown = f" (`CUDA_VISIBLE_DEVICES={visible}`)" if visible is not None else ""
-        raise InputError(f"GPU: device {device} is not there; this process sees {count}{shown}")
+        raise InputError(
+            f"GPU: device {device} is not there; this process sees {count or 'no'} CUDA GPU{'s' * (count > 1)}{shown}"
+        )
     facts = torch.cuda.get_device_properties(device)
     return DeviceProfile(
         id=re.sub(r"[^a-z0-9]+", "-", facts.name.lower()).strip("-"),

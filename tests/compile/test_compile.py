@@ -266,7 +266,7 @@ def test_a_compile_only_bundle_gives_its_code_back(compiled: Path, tmp_path: Pat
 
 def test_measuring_for_another_gpu_is_refused_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(BuildError, match="GPU: device 0 is not there") as caught:
+    with pytest.raises(BuildError, match="GPU: device 0 is not there; this process sees no CUDA GPU") as caught:
         build.build(_manifest(), tmp_path / "bundle.tar")
     assert caught.value.exit_code == 6
     assert "--compile-only" in str(caught.value.hint)
