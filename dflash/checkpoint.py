@@ -89,6 +89,7 @@ class _replacing:
         self._folder = final.with_name(f".{final.name}.{os.getpid()}")
 
     def __enter__(self) -> Path:
+        _put_back(self._final.parent)
         for left_over in self._final.parent.glob(f".{self._final.name.partition('-')[0]}*"):
             shutil.rmtree(left_over, ignore_errors=True)  # of a run that was killed while it wrote
         self._folder.mkdir(parents=True)
@@ -108,6 +109,24 @@ class _replacing:
         self._folder.rename(self._final)
         _sync(self._final.parent)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_back(output: Path) -> None:
+    """Gives folders their names back that a run was replacing when it was killed between two renames."""
+    for old in output.glob(".*.old"):
+        if not _final_name(old).exists():
+            old.rename(_final_name(old))
+
+
+def _whole(output: Path) -> list[Path]:
+    """The checkpoints by step; one that was being replaced when its run was killed still counts."""
+    replaced = [old for old in output.glob(f".{PREFIX}*.old") if not _final_name(old).exists()]
+    found = [*output.glob(f"{PREFIX}*"), *replaced]
+    return sorted((path for path in found if (path / _STATE).is_file()), key=lambda path: path.name.strip("."))
+
+
+def _final_name(old: Path) -> Path:
+    return old.with_name(old.name.removeprefix(".").removesuffix(".old"))
 
 
 def _sync(path: Path) -> None:
@@ -133,7 +152,7 @@ def find(output: Path, resume: str) -> Path:
         if not (folder / _STATE).is_file():
             raise InputError(f"resume: `{folder}` is no checkpoint; wanted a folder with `{_STATE}`, or `{LATEST}`")
         return folder
-    found = sorted(path for path in output.glob(f"{PREFIX}*") if (path / _STATE).is_file())
+    found = _whole(output)
     if not found:
         raise InputError(f"resume: `{output}` holds no checkpoint; wanted one to go on from")
     return found[-1]
@@ -157,7 +176,7 @@ def newest_state(output: Path) -> State | None:
     Raises:
         InputError: it is broken or of a later format.
     """
-    found = sorted(path for path in output.glob(f"{PREFIX}*") if (path / _STATE).is_file())
+    found = _whole(output)
     try:
         return _state(found[-1]) if found else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
