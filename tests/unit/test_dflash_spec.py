@@ -14,7 +14,7 @@ from dflash import workload as workload_module
 from dflash.spec import Spec, computed_layer_ids
 from dflash.workload import WORKLOAD
 from kernelbake import workload
-from kernelbake.errors import PlanError
+from kernelbake.errors import InputError, PlanError
 from kernelbake.workload import FaultsError
 
 
@@ -215,3 +215,13 @@ def test_what_fla_refuses_of_a_backward_pass_is_a_refusal_to_plan(
     wanted = PlanError if not frozen and file == "fla" else RuntimeError
     with pytest.raises(wanted, match="produces incorrect results"):
         session.step(WORKLOAD.cases(spec).planned[0])
+
+
+def test_a_target_that_is_a_file_is_refused_without_asking_the_hub(tmp_path, monkeypatch):
+    from dflash import hub
+
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    monkeypatch.setattr(hub, "_hub_file", lambda *_: pytest.fail("the Hub was asked"))
+    with pytest.raises(InputError, match=r"is no folder; wanted `random`, a folder"):
+        hub.config_of(str(file))
