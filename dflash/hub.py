@@ -25,6 +25,8 @@ def config_of(model: str) -> dict[str, Any]:
     """
     folder = Path(model)
     try:
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"target: `{model}` is no folder; {CHOICES}")
         path = folder / "config.json" if folder.is_dir() else Path(_hub_file(model, "config.json"))
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
