@@ -179,8 +179,3 @@ def _number(field: bytes) -> int | None:
 def differing_fields(block: bytes, wanted: bytes) -> tuple[str, ...]:
     """The names of the header's fields in which two blocks differ."""
     return tuple(name for name, start, end in _FIELDS if block[start:end] != wanted[start:end])
-
-
-def first_difference(data: bytes | memoryview, wanted: bytes | memoryview) -> int:
-    """Position of the first byte in which two contents of one length differ."""
-    return next(index for index, (mine, other) in enumerate(zip(data, wanted, strict=True)) if mine != other)

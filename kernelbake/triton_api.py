@@ -125,11 +125,6 @@ def python_function(launchable: Any) -> Callable[..., Any]:
     return function
 
 
-def is_interpreted(launchable: Any) -> bool:
-    """Whether the kernel was decorated under ``TRITON_INTERPRET=1``."""
-    return isinstance(innermost(launchable), InterpretedFunction)
-
-
 def wrappers(launchable: Any) -> tuple[str, ...]:
     """Which kinds of object lie around the function, outermost first; subclasses by the name of Triton's class."""
     kinds = []
