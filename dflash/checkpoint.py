@@ -113,16 +113,18 @@ class _replacing:
 
 def _put_back(output: Path) -> None:
     """Gives folders their names back that a run was replacing when it was killed between two renames."""
-    for old in output.glob(".*.old"):
-        if not _final_name(old).exists():
-            old.rename(_final_name(old))
+    for old in _displaced(output):
+        old.rename(_final_name(old))
 
 
 def _whole(output: Path) -> list[Path]:
     """The checkpoints by step; one that was being replaced when its run was killed still counts."""
-    replaced = [old for old in output.glob(f".{PREFIX}*.old") if not _final_name(old).exists()]
-    found = [*output.glob(f"{PREFIX}*"), *replaced]
+    found = [*output.glob(f"{PREFIX}*"), *_displaced(output)]
     return sorted((path for path in found if (path / _STATE).is_file()), key=lambda path: path.name.strip("."))
+
+
+def _displaced(output: Path) -> list[Path]:
+    return [old for old in output.glob(".*.old") if not _final_name(old).exists()]
 
 
 def _final_name(old: Path) -> Path:
