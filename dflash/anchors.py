@@ -32,18 +32,29 @@ class Drafting:
         block_size: positions of a block, the anchor included.
         mask_token_id: the id that fills the rest of a block.
         gamma: scale of the decay of the loss over a block's positions; None takes ``default_gamma``.
+        even: whether all positions weigh the same here, as the loss weighs them by the drafter's confidence (D-PACE).
     """
 
     block_size: int
     mask_token_id: int
     gamma: float | None = None
+    even: bool = False
 
     @functools.cached_property
     def decay_K(self) -> Floats:
         """Weight of each position: 0 for the anchor, then exp(−(i − 1) / γ), as in the DFlash paper's equation 4."""
+        if self.even:
+            return (np.arange(self.block_size) > 0).astype(np.float32)
         gamma = self.gamma if self.gamma is not None else default_gamma(self.block_size)
         weights = [0.0, *(math.exp(-(index - 1) / gamma) for index in range(1, self.block_size))]
         return np.array(weights, np.float32)
+
+    def divisor(self, weights_NK: Floats) -> float:
+        """What a loss over these blocks is divided by: the sum of decaying weights, or the number of blocks.
+
+        It is added up over a whole optimizer step; ``objective`` says why there are two.
+        """
+        return float(np.count_nonzero(weights_NK.any(axis=1)) if self.even else weights_NK.sum(dtype=np.float64))
 
 
 def default_gamma(block_size: int) -> float:

@@ -87,7 +87,8 @@ class Batch:
         anchors_BN: slots in the row, ascending; unused slots stand at the end.
         num_valid_B: slots in use.
         labels_BNK, weights_BNK: as in ``anchors.Blocks``.
-        weight_sum: sum of the weights, known before any device works.
+        weight_sum: the batch's part of what the loss is divided by, known before any device works: the sum of the
+            weights, or with D-PACE the number of blocks.
         num_tokens: tokens that are no padding.
         visits: (epoch, index) of every sample in it.
     """
@@ -148,7 +149,7 @@ def assemble(rows: Sequence[Sequence[Sample]], shape: Shape, drafting: Drafting,
         cu_seqlens_D=torch.from_numpy(parts[0].cu_seqlens) if shape.packed else None,
         chunk_indices=torch.from_numpy(_chunk_indices(parts[0].cu_seqlens)) if shape.packed else None,
         num_valid_B=torch.tensor([part.num_valid for part in parts], dtype=torch.int32),
-        weight_sum=float(sum(part.weights.sum(dtype=np.float64) for part in parts)),
+        weight_sum=float(sum(drafting.divisor(part.weights) for part in parts)),
         num_tokens=sum(len(sample.tokens) for row in rows for sample in row),
         visits=tuple((sample.epoch, sample.index) for row in rows for sample in row),
     )

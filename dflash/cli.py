@@ -35,6 +35,8 @@ _OPTIONS = (
     ("--dtype", "batch.dtype", str, "DTYPE", "`bfloat16` or `float32`."),
     ("--accumulate", "batch.accumulate", int, "N", "Batches of one optimizer step."),
     ("--lr", "optimizer.lr", float, "X", "Peak learning rate."),
+    ("--loss", "loss.kind", str, "KIND", "`ce`, `kl` or `mix`."),
+    ("--loss-weights", "loss.weights", str, "KIND", "Of a block's positions: `decay` or `d-pace`."),
     ("--data", "data.source", str, "SOURCE", "A JSONL or parquet file, a Hub id, or `python-stdlib`."),
     ("--seed", "seed", int, "N", "Of weights, order and anchors."),
     ("--devices", "devices", str, "T[:D]", "GPUs of target and drafter."),

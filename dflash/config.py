@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash.recipe import D_PACE, LossConfig
 from dflash.schema import LARGEST_FP32, Reader
 from dflash.spec import DTYPES, LAYOUTS, Axes, DataSpec, Spec, read_options
 from kernelbake.errors import InputError
@@ -194,6 +195,7 @@ class RunConfig:
     data: DataConfig
 
     @classmethod
+    loss: LossConfig
     def read(cls, reader: Reader) -> RunConfig:
         config = cls(
             bundle=reader.text("bundle", None),
@@ -213,7 +215,10 @@ class RunConfig:
         )
         reader.done()
         return config
+            loss=LossConfig.read(reader.section("loss", required=False)),
 
+        if config.gamma is not None and config.loss.weights == D_PACE and reader.good("gamma"):
+            reader.fault("gamma", f"given with `loss.weights: {D_PACE}`; wanted it with decaying weights only")
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the run's record."""
         return dataclasses.asdict(self)
@@ -350,4 +355,4 @@ def apply(run: RunConfig, spec: Spec) -> Spec:
         template_options=_first(run.data.template_options, spec.data.template_options),
         held_out=_first(run.data.held_out, spec.data.held_out),
     )
-    return dataclasses.replace(spec, axes=narrowed, data=data)
+    return dataclasses.replace(spec, axes=narrowed, data=data, loss=LossSpec.of(run.loss))

@@ -1,10 +1,11 @@
-"""The loss of block rows: labels, position weights, and head + cross entropy in chunks of rows.
+"""What block rows cost: head, cross entropy and KL in chunks of rows; and D-PACE's weights of positions.
 
 The head is frozen, so its gradient is not formed, and the gradient of the hidden rows follows in the pass that computes
 the logits: one chunk of logits is overwritten by its own gradient, multiplied with the head, and forgotten. Memory is
 one chunk of logits and one array like the hidden rows, whatever the vocabulary.
 
-Shapes: B batch, S context length, N anchors, K block size, R = B·N·K rows, E hidden size, V vocabulary, C chunk rows.
+Shapes: M blocks, P drafted positions of a block, R rows, T rows of the target's hidden states, E hidden size, V
+vocabulary, C chunk rows.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -12,7 +13,6 @@ Shapes: B batch, S context length, N anchors, K block size, R = B·N·K rows, E 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -20,113 +20,30 @@ import torch
 import triton
 import triton.language as tl
 
+from dflash.anchors import IGNORED
 from kernelbake.errors import InputError
-
-IGNORED = -100
-"""Label of a row that has no target: it adds nothing to the loss, takes no gradient and is not correct."""
 
 _VOCABULARY_TILE = 4096
 _NUM_WARPS = 8
 
 
-# ---------------------------------------------------------------------------------------------- labels and weights
-
-
-def decay_weights(
-    block_size: int, gamma: float | None = None, *, device: torch.device | str | None = None
-) -> torch.Tensor:
-    """Weight of each position of a block, fp32 [K]: 0 for the anchor, then exp(-(i - 1) / gamma).
-
-    Args:
-        block_size: K.
-        gamma: how slowly the weights fall; None: ``default_gamma``.
-        device: where the tensor lives.
-
-    Raises:
-        InputError: a block size below 2 or a gamma that is not positive.
-    """
-    faults = []
-    if block_size < 2:
-        faults.append(f"block_size: {block_size}; wanted at least 2, as the anchor is not predicted")
-    if gamma is not None and not gamma > 0:
-        faults.append(f"gamma: {gamma}; wanted a positive number")
-    if faults:
-        raise InputError("decay weights: these arguments give no weights", reasons=faults)
-    slot = torch.arange(block_size, dtype=torch.float32, device=device)
-    weights = torch.exp(-(slot - 1) / (default_gamma(block_size) if gamma is None else gamma))
-    return torch.where(slot > 0, weights, torch.zeros_like(weights))
-
-
-def default_gamma(block_size: int) -> float:
-    """The published values 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between and proportional outside."""
-    known = ((8, 4.0), (10, 5.0), (16, 7.0))
-    for (low, low_gamma), (high, high_gamma) in itertools.pairwise(known):
-        if low <= block_size <= high:
-            return low_gamma + (high_gamma - low_gamma) * (block_size - low) / (high - low)
-    size, gamma = known[0] if block_size < known[0][0] else known[-1]
-    return gamma * block_size / size
-
-
-def block_labels(
-    tokens: torch.Tensor,
-    supervised: torch.Tensor,
-    anchors: torch.Tensor,
-    *,
-    block_size: int,
-    num_valid: torch.Tensor | None = None,
-    doc_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Label of every row: the token at its own position, or ``IGNORED``.
-
-    A row has a label if its block is no padding slot, it is not the anchor itself, and its position lies within the
-    context and the anchor's document and is supervised.
-
-    Args:
-        tokens: int64 [B, S].
-        supervised: bool [B, S], whether a position may serve as a label.
-        anchors: int32 [B, N].
-        block_size: K.
-        num_valid: int32 [B], slots in use; None: all.
-        doc_ids: int32 [B, S]; None: one document.
-
-    Returns:
-        int64 [B, N·K].
-    """
-    batch, context_length = tokens.shape
-    num_blocks = anchors.shape[1]
-    slot = torch.arange(block_size, device=tokens.device)
-    position = anchors.long()[:, :, None] + slot
-    inside = (position < context_length) & (slot > 0)
-    if num_valid is not None:
-        block = torch.arange(num_blocks, device=tokens.device)
-        inside = inside & (block < num_valid[:, None])[:, :, None]
-    where = position.clamp(0, context_length - 1).reshape(batch, num_blocks * block_size)
-    inside = inside.reshape(batch, -1) & supervised.gather(1, where)
-    if doc_ids is not None:
-        own = doc_ids.gather(1, anchors.long().clamp(0, context_length - 1)).repeat_interleave(block_size, dim=1)
-        inside = inside & (doc_ids.gather(1, where) == own)
-    return torch.where(inside, tokens.gather(1, where), torch.full_like(where, IGNORED))
-
-
 def acceptance_weights(label_logp: torch.Tensor, labels: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
-    """Position weights by how likely a position is reached (D-PACE, arXiv 2605.18810).
+    """Position weights by how likely a position is reached (D-PACE, arXiv 2605.18810, equations 7 and 8).
 
     With q the drafter's probability of a label and r = (1 - alpha)·q + alpha, position j weighs Σ_{m ≥ j} Π_{i ≤ m} r_i
-    over the block's positions from 1 on. A position without a label ends the block: it and those behind weigh 0.
+    over the drafted positions of its block. A position without a label ends the block: it and those behind weigh 0.
 
     Args:
-        label_logp: fp32 [M, K], log q of each row, blocks in rows; no gradient flows.
-        labels: int64 [M, K].
+        label_logp: fp32 [M, P], log q of each row, blocks in rows; no gradient flows.
+        labels: int64 [M, P].
         alpha: floor of r, in [0, 1].
 
     Returns:
-        fp32 [M, K].
+        fp32 [M, P].
     """
     r = (1 - alpha) * label_logp.detach().float().exp() + alpha
-    reached = torch.where(labels == IGNORED, 0.0, r)[:, 1:].cumprod(dim=1)
-    weights = reached.flip(1).cumsum(dim=1).flip(1)
-    weights = torch.where(reached > 0, weights, 0.0)
-    return torch.nn.functional.pad(weights, (1, 0))
+    reached = torch.where(labels == IGNORED, 0.0, r).cumprod(dim=1)
+    return reached.flip(1).cumsum(dim=1).flip(1)
 
 
 # ---------------------------------------------------------------------------------------------- head and cross entropy
@@ -155,6 +72,7 @@ def block_loss(
     *,
     chunk_rows: int,
     target_hidden: torch.Tensor | None = None,
+    target_rows: torch.Tensor | None = None,
     kl_share: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted sum of the rows' losses and which rows are right; arguments as in ``row_losses``.
@@ -168,7 +86,13 @@ def block_loss(
     if weights.shape != labels.shape:
         raise InputError(f"block loss: weights of shape {tuple(weights.shape)}; wanted {tuple(labels.shape)}")
     rows = row_losses(
-        hidden, head_weight, labels, chunk_rows=chunk_rows, target_hidden=target_hidden, kl_share=kl_share
+        hidden,
+        head_weight,
+        labels,
+        chunk_rows=chunk_rows,
+        target_hidden=target_hidden,
+        target_rows=target_rows,
+        kl_share=kl_share,
     )
     used = torch.where(labels == IGNORED, 0.0, weights.detach().float())
     return (rows.loss * used).sum(), rows.correct
@@ -181,6 +105,7 @@ def row_losses(
     *,
     chunk_rows: int,
     target_hidden: torch.Tensor | None = None,
+    target_rows: torch.Tensor | None = None,
     kl_share: float = 0.0,
 ) -> RowLosses:
     """(1 - kl_share)·CE(label) + kl_share·KL(target ‖ drafter) of every row.
@@ -192,18 +117,22 @@ def row_losses(
         head_weight: [V, E], same dtype, frozen.
         labels: int64 [R], ``IGNORED`` for none.
         chunk_rows: C, rows whose logits exist at a time (twice as many arrays with a target).
-        target_hidden: [R, E], what the target's head reads at the position that predicts each row; no gradient. Needed
-            if kl_share > 0.
+        target_hidden: [T, E], what the target's head reads at the positions that predict the rows; no gradient. Needed
+            if kl_share > 0. Rows may lie apart, as in a slice of a wider tensor.
+        target_rows: int64 [R], the row of ``target_hidden`` that predicts each row; None: they stand in the same order.
+            They are gathered chunk by chunk.
         kl_share: share of the KL term, in [0, 1].
 
     Raises:
         InputError: shapes, dtypes or options that do not fit, all of them at once.
     """
-    faults = _faults(hidden, head_weight, labels, chunk_rows, target_hidden, kl_share)
+    faults = _faults(hidden, head_weight, labels, chunk_rows, kl_share)
+    faults += _target_faults(hidden, labels, target_hidden, target_rows, kl_share)
     if faults:
         raise InputError(f"block loss: {len(faults)} faults in the arguments", reasons=faults)
     target = target_hidden if kl_share > 0 else None
-    loss, label_logp, correct = _HeadLoss.apply(hidden, head_weight, labels, target, float(kl_share), chunk_rows)
+    options = (float(kl_share), chunk_rows)
+    loss, label_logp, correct = _HeadLoss.apply(hidden, head_weight, labels, target, target_rows, *options)
     return RowLosses(loss, label_logp, correct)
 
 
@@ -212,7 +141,6 @@ def _faults(
     head_weight: torch.Tensor,
     labels: torch.Tensor,
     chunk_rows: int,
-    target_hidden: torch.Tensor | None,
     kl_share: float,
 ) -> list[str]:
     faults = []
@@ -233,11 +161,26 @@ def _faults(
         faults.append(f"chunk_rows: {chunk_rows}; wanted at least 1")
     if not 0 <= kl_share <= 1:
         faults.append(f"kl_share: {kl_share}; wanted a number from 0 to 1")
-    if kl_share > 0 and target_hidden is None:
-        faults.append("target_hidden: missing; wanted for a kl_share above 0")
-    if target_hidden is not None and (target_hidden.shape, target_hidden.dtype) != (hidden.shape, hidden.dtype):
+    return faults
+
+
+def _target_faults(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    target_hidden: torch.Tensor | None,
+    target_rows: torch.Tensor | None,
+    kl_share: float,
+) -> list[str]:
+    if target_hidden is None:
+        return ["target_hidden: missing; wanted for a kl_share above 0"] if kl_share > 0 else []
+    faults = []
+    shape = tuple(hidden.shape) if target_rows is None else (target_hidden.shape[0], *hidden.shape[1:])
+    if (tuple(target_hidden.shape), target_hidden.dtype) != (shape, hidden.dtype):
         found = f"shape {tuple(target_hidden.shape)}, `{target_hidden.dtype}`"
-        faults.append(f"target_hidden: {found}; wanted those of hidden, {tuple(hidden.shape)}, `{hidden.dtype}`")
+        faults.append(f"target_hidden: {found}; wanted those of hidden, {shape}, `{hidden.dtype}`")
+    if target_rows is not None and (target_rows.shape, target_rows.dtype) != (labels.shape, torch.int64):
+        found = f"shape {tuple(target_rows.shape)}, `{target_rows.dtype}`"
+        faults.append(f"target_rows: {found}; wanted {tuple(labels.shape)}, `torch.int64`")
     return faults
 
 
@@ -249,6 +192,7 @@ class _HeadLoss(torch.autograd.Function):
         head_weight: torch.Tensor,
         labels: torch.Tensor,
         target_hidden: torch.Tensor | None,
+        target_rows: torch.Tensor | None,
         kl_share: float,
         chunk_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -268,7 +212,8 @@ class _HeadLoss(torch.autograd.Function):
             target_chunk = None
             if target_hidden is not None and target_logits is not None:
                 target_chunk = target_logits[: rows.stop - begin]
-                torch.mm(target_hidden[rows], head_weight.t(), out=target_chunk)
+                theirs = target_hidden[rows if target_rows is None else target_rows[rows]]
+                torch.mm(theirs, head_weight.t(), out=target_chunk)
             outputs = (loss, label_logp, correct)
             _softmax_loss(chunk, target_chunk, labels, outputs, begin, kl_share, wants_gradient)
             if gradient is not None:
@@ -282,7 +227,7 @@ class _HeadLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise InputError("block loss: differentiated twice; wanted one backward without `create_graph`")
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad[:, None].to(gradient.dtype), None, None, None, None, None)
+        return (gradient * grad[:, None].to(gradient.dtype), None, None, None, None, None, None)
 
 
 def _softmax_loss(

@@ -14,7 +14,7 @@ import torch
 from dflash import devices, metrics
 from dflash.buckets import Batch
 from dflash.drafter import Drafter
-from dflash.losses import block_loss
+from dflash.objective import Objective
 from dflash.optimizer import Optimizer
 from dflash.target import Target
 
@@ -45,9 +45,17 @@ class Pair:
         target: the frozen target.
         drafter: the drafter, on its own device.
         optimizer: of the drafter's weights.
+        objective: the loss.
     """
 
-    def __init__(self, number: int, target: Target, drafter: Drafter, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        number: int,
+        target: Target,
+        drafter: Drafter,
+        optimizer: Optimizer,
+        objective: Objective = Objective(),  # noqa: B008 (frozen)
+    ) -> None:
         self.number = number
         self.target = target
         self.drafter = drafter
@@ -56,6 +64,12 @@ class Pair:
         self.part = "target"
         """What the pair is at work on, for messages: ``target``, ``drafter``, ``head and loss``, ``optimizer`` …"""
         self._head_VE = target.head_VE.detach().to(self.device)
+        self.train_with(objective)
+
+    def train_with(self, objective: Objective) -> None:
+        """Takes another loss, with what the target then has to give."""
+        self.objective = objective
+        self.target.appends_last = objective.reads_target
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepTensors:
         """One optimizer step over these batches; the loss is normalised by the weights of all of them together."""
@@ -101,11 +115,12 @@ class Pair:
     def loss(
         self, features_BSF: torch.Tensor, embeddings_BQE: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weighted sum of cross entropies, and which drafted positions were right [B, N, P].
+        """The weighted sum of the rows' losses, and which drafted positions were right [B, N, P].
 
         The anchor's own row is left out: its token is given.
         """
         self.part = "drafter"
+        features_BSF, last_BSE = self.objective.split(features_BSF, embeddings_BQE.shape[-1])
         hidden_BQE = self.drafter(
             features_BSF,
             embeddings_BQE,
@@ -116,13 +131,5 @@ class Pair:
             batch.doc_ids_BS,
         )
         self.part = "head and loss"
-        labels_BNP = batch.labels_BNK[..., 1:]
         hidden_BNPE = hidden_BQE.unflatten(1, batch.labels_BNK.shape[1:])[:, :, 1:]
-        loss, correct_R = block_loss(
-            hidden_BNPE.flatten(0, 2),
-            self._head_VE,
-            labels_BNP.flatten(),
-            batch.weights_BNK[..., 1:].flatten(),
-            chunk_rows=CHUNK_ROWS,
-        )
-        return loss, correct_R.view(labels_BNP.shape)
+        return self.objective.loss(hidden_BNPE, self._head_VE, batch, last_BSE, chunk_rows=CHUNK_ROWS)

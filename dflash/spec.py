@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dflash.recipe import CE, KL, LossConfig
 from dflash.schema import Reader, shown
 from kernelbake.keys import Case
 from kernelbake.workload import Cases, Fault, FaultsError
@@ -414,6 +415,28 @@ def read_options(reader: Reader) -> tuple[tuple[str, Any], ...] | None:
 
 
 @dataclasses.dataclass(frozen=True)
+class LossSpec:
+    """Which losses there are to be launches for; weights of positions make no difference to them.
+
+    Args:
+        terms: ``ce``, of a loss without a KL term, and ``kl``, of one with it.
+    """
+
+    terms: tuple[str, ...] = (CE,)
+
+    @classmethod
+    def read(cls, reader: Reader) -> LossSpec:
+        loss = cls(reader.texts("terms", (CE,), choices=(CE, KL)))
+        reader.done()
+        return loss
+
+    @classmethod
+    def of(cls, config: LossConfig) -> LossSpec:
+        """What a run with this loss needs."""
+        return cls((KL if config.kl_share else CE,))
+
+
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """The whole section."""
 
@@ -421,6 +444,7 @@ class Spec:
     drafter: DrafterSpec
     axes: Axes
     data: DataSpec
+    loss: LossSpec = LossSpec()
 
     @classmethod
     def parse(cls, section: Mapping[str, Any]) -> Spec:
@@ -436,10 +460,11 @@ class Spec:
         drafter = DrafterSpec.read(reader.section("drafter"), target, target_reader)
         axes = Axes.read(reader.section("axes"))
         data = DataSpec.read(reader.section("data", required=False))
+        loss = LossSpec.read(reader.section("loss", required=False))
         reader.done()
         if faults:
             raise FaultsError(faults)
-        return cls(target, drafter, axes, data)
+        return cls(target, drafter, axes, data, loss)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that ``parse`` accepts, defaults filled in."""

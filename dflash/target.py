@@ -40,7 +40,13 @@ class Target:
         layer_ids: the layers whose outputs are the features, ascending.
         source: where the weights came from, for people.
         frozen: whether it runs without gradients.
+
+    Attributes:
+        appends_last: whether the last hidden state, which the head reads, stands behind the features, for a loss that
+            compares distributions. One tensor then moves and is replayed as before.
     """
+
+    appends_last = False
 
     def __init__(self, model: Any, layer_ids: tuple[int, ...], source: str, *, frozen: bool = True) -> None:
         self._model = model
@@ -65,6 +71,16 @@ class Target:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._model.parameters())
 
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The layers whose outputs are the features."""
+        return self._layer_ids
+
+    @property
+    def width(self) -> int:
+        """Columns of the features."""
+        return int(self.head_VE.shape[1]) * (len(self._layer_ids) + self.appends_last)
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [..., E] of token ids."""
         embeddings: torch.Tensor = self._model.model.embed_tokens(ids)
@@ -76,17 +92,20 @@ class Target:
         return self._model
 
     def features(self, batch: Batch) -> torch.Tensor:
-        """Outputs [B, S, F] of the chosen layers, side by side, for a batch on this target's device."""
+        """Outputs [B, S, F] of the chosen layers, side by side, for a batch on this target's device.
+
+        With ``appends_last`` there are E more columns: the last hidden state, behind the final norm.
+        """
         gradients = torch.no_grad() if self.frozen else contextlib.nullcontext()
         with self.capturing() as captured, gradients:
-            self._model.model(
+            result = self._model.model(
                 input_ids=batch.input_ids_BS,
                 position_ids=batch.positions_BS,
                 attention_mask={"full_attention": _attention_mask(batch), "linear_attention": None},
                 use_cache=False,
                 **_boundaries(batch),
             )
-        return captured()
+        return torch.cat((captured(), result.last_hidden_state), dim=-1) if self.appends_last else captured()
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[Callable[[], torch.Tensor]]:

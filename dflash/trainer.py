@@ -21,8 +21,10 @@ from dflash.buckets import Batch, Shape
 from dflash.config import RunConfig
 from dflash.errors import DataError, InterruptedRunError, TrainingStoppedError
 from dflash.metrics import Scores
+from dflash.objective import Objective
 from dflash.optimizer import Optimizer
 from dflash.pairs import Pair, StepTensors
+from dflash.recipe import D_PACE
 from dflash.spec import Spec
 from dflash.stop import Stop
 from dflash.validation import Validation, validate
@@ -50,7 +52,8 @@ class Job:
 
     @property
     def drafting(self) -> Drafting:
-        return Drafting(self.spec.drafter.block_size, self.spec.drafter.mask_token_id, self.run.gamma)
+        drafter, even = self.spec.drafter, self.run.loss.weights == D_PACE
+        return Drafting(drafter.block_size, drafter.mask_token_id, self.run.gamma, even)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +172,7 @@ def build(job: Job) -> Trainer:
     model = target.load_target(spec.target, spec.drafter.target_layer_ids, there, dtype, seed=run.seed)
     torch.manual_seed(run.seed)
     network = drafter.build(spec.drafter, spec.target.hidden_size, here, dtype)
-    pair = Pair(0, model, network, Optimizer(network, run.optimizer))
+    pair = Pair(0, model, network, Optimizer(network, run.optimizer), Objective.of(run.loss))
     shapes = {shape.bucket: shape for shape in map(Shape.of, spec.axes.cases().planned)}
     loader = data.Loader(source, shapes, job.drafting, run.seed, resumed[0].loader if resumed else None)
     trainer = Trainer(job, pair, loader, held_out)

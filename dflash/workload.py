@@ -80,13 +80,16 @@ class DflashSession:
         self._pair = _representative_pair(spec, device, seed)
 
     def step(self, case: Case) -> None:
-        from dflash import synthetic
+        from dflash import recipe, synthetic
         from dflash.buckets import Shape
 
         batch = synthetic.batch(Shape.of(case), self._spec, self._seed)
         try:
-            self._pair.step([batch], lr=0.0)
+            for term in self._spec.loss.terms:
+                self._pair.train_with(Objective(kl_share=float(term == recipe.KL)))
+                self._pair.step([batch], lr=0.0)
         except RuntimeError as error:
+        from dflash.objective import Objective
             if self._spec.target.frozen or not _raised_by_fla(error):
                 raise
             raise PlanError(f"target: a backward pass through Gated DeltaNet was asked for; {error}") from error

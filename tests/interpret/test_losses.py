@@ -1,8 +1,7 @@
-"""The block loss under the interpreter, fp32: right against float64, bounded by a chunk; labels and weights."""
+"""The block loss under the interpreter, fp32: right against float64, bounded by a chunk; D-PACE's weights."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -187,58 +186,31 @@ def test_all_faults_come_at_once() -> None:
         losses.block_loss(hidden, head.detach(), labels, torch.ones(3), chunk_rows=4)
 
 
-@pytest.mark.parametrize(
-    ("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (9, 4.5), (13, 6.0), (4, 2.0), (32, 14.0)]
-)
-def test_decay_weights(block_size: int, gamma: float) -> None:
-    assert losses.default_gamma(block_size) == gamma
-    wanted = [0.0, *(math.exp(-(slot - 1) / gamma) for slot in range(1, block_size))]
-    assert losses.decay_weights(block_size).tolist() == pytest.approx(wanted)
-    assert losses.decay_weights(block_size, 1e9).tolist() == pytest.approx([0.0] + [1.0] * (block_size - 1))
-
-
-def test_decay_weights_refuse_what_gives_none() -> None:
-    with pytest.raises(InputError) as caught:
-        losses.decay_weights(1, -1.0)
-    assert [reason.split(":")[0] for reason in caught.value.reasons] == ["block_size", "gamma"]
-
-
-def test_labels_are_the_tokens_at_the_rows_own_positions() -> None:
-    """Prompt of 5, response of 6: an anchor on the prompt's last token makes the response's first token a label."""
-    tokens = torch.arange(100, 111)[None]
-    supervised = torch.tensor([[False] * 5 + [True] * 6])
-    anchors = torch.tensor([[4, 8, 2]], dtype=torch.int32)
-    labels = losses.block_labels(
-        tokens, supervised, anchors, block_size=4, num_valid=torch.tensor([2], dtype=torch.int32)
-    )
-    assert labels.tolist() == [[IGNORED, 105, 106, 107, IGNORED, 109, 110, IGNORED, *[IGNORED] * 4]]
-
-
-def test_no_label_comes_from_another_document() -> None:
-    """Documents of 9, 4 and 7 tokens: blocks of 4 from every anchor, compared with their definition."""
-    docs = torch.tensor([0] * 9 + [1] * 4 + [2] * 7, dtype=torch.int32)[None]
-    tokens = torch.arange(20)[None]
-    anchors = torch.arange(20, dtype=torch.int32)[None]
-    labels = losses.block_labels(tokens, torch.ones(1, 20, dtype=torch.bool), anchors, block_size=4, doc_ids=docs).view(
-        20, 4
-    )
-    for anchor, slot in itertools.product(range(20), range(4)):
-        position = anchor + slot
-        inside = slot > 0 and position < 20 and docs[0, position] == docs[0, anchor]
-        assert labels[anchor, slot] == (position if inside else IGNORED)
-    assert labels[9].tolist() == [IGNORED, 10, 11, 12]
-
-
 def test_acceptance_weights_follow_their_formula() -> None:
+    """Σ over the ends that reach a position of the product of all confidences up to the end, written out."""
     random = torch.Generator().manual_seed(0)
-    q = torch.rand(6, 5, generator=random)
-    labels = torch.zeros(6, 5, dtype=torch.int64)
-    labels[:, 0] = IGNORED
-    labels[2, 3] = labels[4, 1] = IGNORED
+    q = torch.rand(6, 4, generator=random)
+    labels = torch.zeros(6, 4, dtype=torch.int64)
+    labels[2, 2] = labels[4, 0] = IGNORED
     found = losses.acceptance_weights(q.log(), labels, alpha=0.4)
     for block in range(6):
-        end = next((slot for slot in range(1, 5) if labels[block, slot] == IGNORED), 5)
-        r = [0.6 * q[block, slot].item() + 0.4 for slot in range(5)]
-        for slot in range(5):
-            wanted = sum(math.prod(r[1 : last + 1]) for last in range(slot, end)) if 0 < slot < end else 0.0
-            assert found[block, slot].item() == pytest.approx(wanted, rel=1e-5)
+        end = next((place for place in range(4) if labels[block, place] == IGNORED), 4)
+        r = [0.6 * q[block, place].item() + 0.4 for place in range(4)]
+        for place in range(4):
+            wanted = sum(math.prod(r[: last + 1]) for last in range(place, end))
+            assert found[block, place].item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_targets_rows_are_gathered_as_they_are_named() -> None:
+    """Rows of a slice of a wider tensor, in any order and more than once: as if they had been copied out first."""
+    hidden, head, labels, _, wide = _inputs(24, 5, 90, 2)
+    rows = torch.randint(0, 10, (24,), generator=torch.Generator().manual_seed(1))
+    theirs = torch.cat((torch.full((10, 3), math.nan), wide[:10]), dim=1)[:, 3:]
+    options = {"chunk_rows": 7, "kl_share": 0.5}
+    found, wanted = (
+        losses.row_losses(hidden, head, labels, target_hidden=theirs, target_rows=rows, **options),
+        losses.row_losses(hidden, head, labels, target_hidden=wide[:10][rows], **options),
+    )
+    assert torch.equal(found.loss, wanted.loss)
+    with pytest.raises(InputError, match="target_rows: shape"):
+        losses.row_losses(hidden, head, labels, target_hidden=theirs, target_rows=rows[:3].int(), **options)

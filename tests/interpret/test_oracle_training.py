@@ -307,6 +307,30 @@ def test_the_same_step_gives_the_same_bits() -> None:
         assert torch.equal(tensor, other.optimizer.state()[name])
 
 
+def test_the_session_makes_the_launches_of_every_loss_that_its_section_names() -> None:
+    import dflashspec
+
+    from dflash.workload import WORKLOAD
+    from kernelbake import recorder, triton_api
+
+    def with_target(terms: list[str]) -> set[object]:
+        spec = Spec.parse(dflashspec.TINY | {"loss": {"terms": terms}})
+        session = WORKLOAD.open(spec, device="cpu", seed=0)
+        made = recorder.Recording(triton_api.gpu_target(90))
+        with made.recorded():
+            session.step(WORKLOAD.cases(spec).planned[0])
+        launches = [launch for launch in made.launches() if launch.kernel.qualname == "block_loss_kernel"]
+        assert launches
+        specializations = [
+            item for launch in launches for variant in launch.variants for item in variant.specializations
+        ]
+        return {p.key for item in specializations for p in item.parameters if p.name == "TARGET"}
+
+    assert with_target(["ce"]) == {False}
+    assert with_target(["kl"]) == {True}
+    assert with_target(["ce", "kl"]) == {False, True}
+
+
 def test_the_session_of_the_plug_in_repeats_itself() -> None:
     """The same case again: the same inputs, and weights that the steps between have not changed."""
     import dflashspec

@@ -71,6 +71,13 @@ def test_what_the_bundle_lacks_is_listed_before_anything_is_loaded(baked: Path) 
     assert len(missing) >= 6
 
 
+def test_a_loss_that_the_manifest_does_not_name_is_refused_with_its_launch(baked: Path) -> None:
+    done = run("dflash", "preflight", "--frozen-cache", "bundle.tar", "--loss", "mix", folder=baked)
+    assert done.returncode == 5, done.stderr
+    missing = re.findall(r"^  (?:key|kernel|specialization) (\S+):", done.stderr, re.MULTILINE)
+    assert missing == ["dflash.losses.block_loss_kernel"], done.stderr
+
+
 def test_a_signal_saves_the_state_and_says_where(baked: Path) -> None:
     command = [sys.executable, "-m", "dflash", "train", "--frozen-cache", "bundle.tar", "--output", "stopped"]
     process = subprocess.Popen(command, cwd=baked, env=ENV, stderr=subprocess.PIPE, text=True)

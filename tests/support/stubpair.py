@@ -25,6 +25,7 @@ class TableTarget:
 
     source = "a table"
     num_parameters = 0
+    appends_last = False
 
     def __init__(self, spec: Spec, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -34,13 +35,19 @@ class TableTarget:
         self.embedding = torch.randn(vocabulary, size, generator=generator)
         self.head_VE = torch.randn(vocabulary, size, generator=generator) / math.sqrt(size)
         self.device = CPU
+        self.states = torch.randn(vocabulary, size, generator=generator)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.embedding[ids]
 
     def features(self, batch: Batch) -> torch.Tensor:
         waves = batch.positions_BS[..., None] * torch.linspace(0.01, 1.0, self.width)
-        return self.table[batch.input_ids_BS] + waves.sin()
+        features = self.table[batch.input_ids_BS] + waves.sin()
+        return torch.cat((features, self.last(batch)), dim=-1) if self.appends_last else features
+
+    def last(self, batch: Batch) -> torch.Tensor:
+        """The last hidden state: of a token and, a little, of its position."""
+        return self.states[batch.input_ids_BS] + 0.1 * batch.positions_BS[..., None].sin()
 
 
 def spec(**drafter_fields: Any) -> Spec:

@@ -59,6 +59,13 @@ def test_numbers_are_numbers_in_every_spelling(text: str, tmp_path: Path) -> Non
         ('target: "\\ud800"', "target: "),
         ("data: {template_options: {a: .nan}}", "data.template_options: "),
         ("[1, 2]", ": found `[1, 2]`; wanted a mapping"),
+        ("loss: {kind: jsd}", "loss.kind: found `'jsd'`; wanted one of `ce`, `kl`, `mix`"),
+        ("loss: {kl_share: 0.5}", "loss.kl_share: given with `kind: ce`; wanted it with `kind: mix` only"),
+        ("loss: {kind: mix, kl_share: 1}", "loss.kl_share: "),
+        ("loss: {alpha: 0.5}", "loss.alpha: given with `weights: decay`; wanted it with `weights: d-pace` only"),
+        ("loss: {weights: d-pace, alpha: 1.5}", "loss.alpha: "),
+        ("loss: {weights: d-pace}\ngamma: 4", "gamma: given with `loss.weights: d-pace`"),
+        ("loss: {gamma: 4}", "loss.gamma: unknown key"),
     ],
 )
 def test_a_fault_names_its_field(text: str, path: str, tmp_path: Path) -> None:
@@ -112,6 +119,24 @@ def test_all_faults_come_at_once(tmp_path: Path) -> None:
         "batch.layout",
         "optimizer.lr",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "share", "alpha", "term"),
+    [
+        ("", 0.0, None, "ce"),
+        ("loss: {kind: kl}", 1.0, None, "kl"),
+        ("loss: {kind: mix}", 0.5, None, "kl"),
+        ("loss: {kind: mix, kl_share: 0.9, weights: d-pace}", 0.9, 0.5, "kl"),
+        ("loss: {weights: d-pace, alpha: 0}", 0.0, 0.0, "ce"),
+    ],
+)
+def test_a_loss_says_what_it_mixes_and_which_launches_it_needs(
+    text: str, share: float, alpha: float | None, term: str, tmp_path: Path
+) -> None:
+    run = load(text, tmp_path=tmp_path)
+    assert (run.loss.kl_share, run.loss.alpha) == (share, alpha)
+    assert config.apply(run, spec()).loss.terms == (term,)
 
 
 def test_options_win_over_set_and_set_over_the_file(tmp_path: Path) -> None:

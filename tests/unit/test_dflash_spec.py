@@ -209,7 +209,8 @@ def test_what_fla_refuses_of_a_backward_pass_is_a_refusal_to_plan(
     scope: dict[str, Any] = {}
     source = "def step(batches, lr):\n    raise RuntimeError('produces incorrect results')\n"
     exec(compile(source, f"/somewhere/{file}/ops/common/chunk_o.py", "exec"), scope)
-    monkeypatch.setattr(workload_module, "_representative_pair", lambda *args: SimpleNamespace(step=scope["step"]))
+    pair = SimpleNamespace(step=scope["step"], train_with=lambda objective: None)
+    monkeypatch.setattr(workload_module, "_representative_pair", lambda *args: pair)
     spec = WORKLOAD.parse(dflashspec.changed("target.frozen", frozen))
     session = WORKLOAD.open(spec, device="cpu", seed=0)
     wanted = PlanError if not frozen and file == "fla" else RuntimeError

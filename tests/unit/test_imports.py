@@ -44,6 +44,7 @@ DFLASH_LIGHT = {
     "dflash.cli",
     "dflash.config",
     "dflash.errors",
+    "dflash.recipe",
     "dflash.render",
     "dflash.schema",
     "dflash.spec",
