@@ -6,6 +6,7 @@ Input, bundle, misfit, coverage and frozen-miss errors come from ``kernelbake.er
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 
 from kernelbake.errors import ExitCode, InputError, KernelbakeError, MisfitError
 
@@ -14,7 +15,9 @@ __all__ = [
     "DataError",
     "ExitCode",
     "ForeignPackageError",
+    "HangError",
     "InterruptedRunError",
+    "PairError",
     "ResumeError",
     "TrainingStoppedError",
 ]
@@ -36,6 +39,26 @@ class TrainingStoppedError(KernelbakeError):
     """Training stopped by itself: a non-finite loss or gradient, a failed pair, or no memory left."""
 
     exit_code = ExitCode.STOPPED
+
+
+class PairError(TrainingStoppedError):
+    """A pair failed, and all others were stopped.
+
+    Args:
+        message, hint, reasons: as for every error.
+        exit_code: of what the pair failed with, where that has one of its own.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None, reasons: Iterable[str], exit_code: ExitCode | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, reasons=reasons)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+
+class HangError(TrainingStoppedError):
+    """Nothing moved for too long. Threads may hang still: the process has to be ended without waiting for them."""
 
 
 class AcceptanceError(KernelbakeError):

@@ -1,18 +1,23 @@
 """AdamW on fp32 masters of the drafter's weights; clipping, the schedule, and the check for non-finite gradients.
 
 The drafter computes in its own dtype. Each gradient is added to an fp32 buffer as soon as it is complete and then
-dropped, so that accumulation and averaging lose nothing and only one tensor exists twice at a time.
+dropped, so that accumulation and averaging lose nothing and only one tensor exists twice at a time. All of them are one
+flat buffer, which is what pairs exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from dflash.config import OptimizerConfig
 from kernelbake.errors import InputError
+
+_ALIGNMENT = 32
+"""Elements: a gradient starts at a multiple of 128 bytes, as a tensor of its own would."""
 
 
 class Optimizer:
@@ -21,17 +26,38 @@ class Optimizer:
     Args:
         drafter: the module whose parameters are trained; its weights are overwritten after each step.
         config: AdamW's settings.
+        shares: the number of elements of ``flat`` is a multiple of it: the pairs that exchange gradients.
+
+    Attributes:
+        masters: the fp32 weights.
+        flat: fp32, one dimension: first what ``loss`` shows, then the gradients in the order of the parameters, with
+            zeros between and behind them.
+        loss: view of one element of ``flat``, for the step's loss: it is exchanged with the gradients, so that all
+            pairs see a loss that is not finite, whichever of them had it. To be added to before a backward pass.
+        places: (begin, end) of each gradient in ``flat``.
+        on_added: called with the number of a parameter whose gradient was added to ``flat``, in the thread and on the
+            stream that did it.
     """
 
-    def __init__(self, drafter: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, drafter: nn.Module, config: OptimizerConfig, shares: int = 1) -> None:
         self._clip = config.clip
         self._names = [name for name, _ in drafter.named_parameters()]
         self._weights = [weight for _, weight in drafter.named_parameters()]
         self.masters = [nn.Parameter(weight.detach().to(torch.float32, copy=True)) for weight in self._weights]
-        for weight, master in zip(self._weights, self.masters, strict=True):
-            master.grad = torch.zeros_like(master)
-            weight.register_post_accumulate_grad_hook(_add_to(master.grad))
+        self.on_added: Callable[[int], None] | None = None
+        self.places: list[tuple[int, int]] = []
+        end = _ALIGNMENT
+        for master in self.masters:
+            self.places.append((end, end + master.numel()))
+            end += -(-master.numel() // _ALIGNMENT) * _ALIGNMENT
+        step = math.lcm(shares, _ALIGNMENT)
         device = self.masters[0].device
+        self.flat = torch.zeros(-(-end // step) * step, dtype=torch.float32, device=device)
+        self.loss = self.flat[0]
+        for number, (weight, master) in enumerate(zip(self._weights, self.masters, strict=True)):
+            begin, end = self.places[number]
+            master.grad = self.flat[begin:end].view_as(master)
+            weight.register_post_accumulate_grad_hook(self._adding(number, master.grad))
         self._halted = torch.zeros((), device=device)
         self._adamw = torch.optim.AdamW(
             self.masters,
@@ -49,9 +75,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
-        """Clips, updates masters and weights, and clears the gradients. Waits for nothing.
+        """Clips, updates masters and weights, and clears gradients and loss. Waits for nothing.
 
-        A gradient that is not finite changes no weight and no moment.
+        A gradient or a loss that is not finite changes no weight and no moment, from then on.
 
             Returns:
                 the gradient's norm before clipping, fp32 scalar on the device; not finite where nothing was updated.
@@ -60,12 +86,24 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm(grads)
         self._adamw.param_groups[0]["lr"].fill_(lr)
         self._adamw.grad_scale = (norm / self._clip).clamp(min=1.0).nan_to_num(nan=1.0, posinf=1.0)
-        self._halted += norm.isfinite().logical_not()
+        self._halted += (norm + self.loss).isfinite().logical_not()
         self._adamw.found_inf = self._halted.clamp(max=1.0)
         self._adamw.step()
         torch._foreach_copy_(self._weights, self.masters)
-        torch._foreach_zero_(grads)
+        self.flat.zero_()
         return norm
+
+    def _adding(self, number: int, total: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """A hook that adds a parameter's complete gradient to its place and drops it."""
+
+        def hook(weight: torch.Tensor) -> None:
+            if weight.grad is not None:
+                total.add_(weight.grad)
+                weight.grad = None
+                if self.on_added is not None:
+                    self.on_added(number)
+
+        return hook
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name: ``master.fc.weight``, ``exp_avg.fc.weight`` …; no copies."""
@@ -103,12 +141,3 @@ class Optimizer:
             weight.copy_(master)
             moments = {key: tensor.to(master.device, torch.float32, copy=True) for key, tensor in parts.items()}
             self._adamw.state[master] = moments
-
-
-def _add_to(total: torch.Tensor):  # type: ignore[no-untyped-def]
-    def hook(weight: torch.Tensor) -> None:
-        if weight.grad is not None:
-            total.add_(weight.grad)
-            weight.grad = None
-
-    return hook
