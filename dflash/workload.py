@@ -79,9 +79,15 @@ class DflashSession:
         self._seed = seed
         self._pair = _representative_pair(spec, device, seed)
 
+    @property
+    def part(self) -> str:
+        """What the step is at work on."""
+        return self._pair.part
+
     def step(self, case: Case) -> None:
         from dflash import recipe, synthetic
         from dflash.buckets import Shape
+        from dflash.objective import Objective
 
         batch = synthetic.batch(Shape.of(case), self._spec, self._seed)
         try:
@@ -89,7 +95,6 @@ class DflashSession:
                 self._pair.train_with(Objective(kl_share=float(term == recipe.KL)))
                 self._pair.step([batch], lr=0.0)
         except RuntimeError as error:
-        from dflash.objective import Objective
             if self._spec.target.frozen or not _raised_by_fla(error):
                 raise
             raise PlanError(f"target: a backward pass through Gated DeltaNet was asked for; {error}") from error

@@ -23,6 +23,10 @@ from kernelbake.profiles import DeviceProfile
 _REGISTERS_PER_SM = 65536
 """Of every NVIDIA GPU from compute capability 5.0 on."""
 
+_WHOLE_ON_CUDA = ("silu_backward", "_fused_rms_norm")
+"""Operations that builds without CUDA compose of others, and builds with it have a kernel for: in one piece they hold
+less memory."""
+
 _CUDA, _META = 1, 14
 _GUARD_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 """``c10::DeviceType`` numbers and the table of device guards, which torch builds without CUDA leave empty for CUDA."""
@@ -42,6 +46,11 @@ def install(profile: DeviceProfile) -> None:
     torch.cuda._lazy_init = lambda: None
     torch.Generator = _generator_class()
     _fill_guard_table()
+    _enter_kernels()
+
+
+_KERNELS = torch.library.Library("aten", "IMPL")
+"""Holds the entries of ``_enter_kernels`` as long as the process lives."""
 
 
 class FakeDriver:
@@ -215,3 +224,15 @@ def _fill_guard_table() -> None:
         raise UnsupportedError(f"torch: version `{torch.__version__}` has no table of device guards") from error
     if not table[_CUDA]:
         table[_CUDA] = table[_META]
+
+
+def _enter_kernels() -> None:
+    """Lets operations reach the fake tensors whole that a build with CUDA would not take apart. Nothing runs them."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in _WHOLE_ON_CUDA:
+        if not has_kernel(f"aten::{name}", "CUDA"):
+            _KERNELS.impl(name, _never_run, "CUDA")
+
+
+def _never_run(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("a fake device was asked to run a kernel")

@@ -27,6 +27,7 @@ def entered(mode: ShadowMode) -> Iterator[None]:
         _replace(stack, torch.nn.Module, "_apply", _apply)
         _replace(stack, torch, "set_autocast_enabled", _noting(mode, torch.set_autocast_enabled))
         _replace(stack, functional, "scaled_dot_product_attention", _attention(mode))
+        _replace(stack, functional, "rms_norm", _rms_norm(mode))
         for name, value in _methods().items():
             _replace(stack, FakeTensor, name, value)
         stack.enter_context(mode)
@@ -83,6 +84,18 @@ def _attention(mode: ShadowMode) -> Any:
             return original(query.to(dtype), key.to(dtype), value.to(dtype), *args, **kwargs)
 
     return scaled_dot_product_attention
+
+
+def _rms_norm(mode: ShadowMode) -> Any:
+    """The norm as one operation, which C++ code chooses only for tensors on CUDA: it keeps no copies in fp32."""
+    original = functional.rms_norm
+
+    def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        if mode.autocasts or input.device.type != "cuda" or (weight is not None and weight.dtype != input.dtype):
+            return original(input, normalized_shape, weight, eps)
+        return _aten._fused_rms_norm.default(input, normalized_shape, weight, eps)[0]
+
+    return rms_norm
 
 
 def _answering_device(original: Any) -> Any:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernelbake.fakeresults import ResultCache
+from kernelbake.footprint import Ledger
 
 INTEGER_LIMIT = 1 << 22
 FLOAT_LIMIT = 1 << 16
@@ -167,10 +168,16 @@ def _learn(func: Any) -> _Operation:
 
 
 class ShadowMode(FakeTensorMode):
-    """Makes every tensor of the process fake while it is entered."""
+    """Makes every tensor of the process fake while it is entered.
 
-    def __init__(self) -> None:
+    Args:
+        ledger: is told of every result.
+    """
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._ledger = ledger
+        self._depth = 0
         self.cache_enabled = False  # for a faster one
         self.autocasts = False
         self.moving = False
@@ -193,10 +200,19 @@ class ShadowMode(FakeTensorMode):
         """Runs one operation on fake tensors and, where all content is known, on the content too."""
         if func is DEVICE_QUERY:
             return self.device_for_cpp(args[0])
+        self._depth += 1  # what an operation is made of is nothing that a kernel would allocate
+        try:
+            result = self._run(func, types, args, kwargs or {})
+        finally:
+            self._depth -= 1
+        if self._ledger is not None and not self._depth:
+            self._ledger.note(result)
+        return result
+
+    def _run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         operation = self._operations.get(func)
         if operation is None:
             operation = self._operations[func] = _learn(func)
-        kwargs = kwargs or {}
         if operation.places and "device" in kwargs:
             kwargs = {**kwargs, "device": self._place(func, args[0], kwargs["device"])}
         tensors = _tensors(args, kwargs)

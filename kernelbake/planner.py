@@ -18,6 +18,7 @@ from kernelbake.bounds import Limits
 from kernelbake.errors import InputError, KernelbakeError, PlanError, UnsupportedError
 from kernelbake.plan import Plan
 from kernelbake.profiles import DeviceProfile
+from kernelbake.workload import Footprint
 
 OnProgress = Callable[[int, int, str], None]
 """Called with cases done, cases in all, and what is being done."""
@@ -107,12 +108,17 @@ def environment(inherited: Mapping[str, str], *, interpreted: bool) -> dict[str,
 
 
 class Child:
-    """A planning process. It makes one plan."""
+    """A planning process. It makes one plan.
+
+    Attributes:
+        footprints: of each case's step, once the plan is made.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes], interpreted: bool) -> None:
         self._process = process
         self._errors = errors
         self._interpreted = interpreted
+        self.footprints: tuple[Footprint, ...] = ()
 
     def plan(
         self,
@@ -136,7 +142,8 @@ class Child:
         result = self._converse(request, on_progress)
         if result is None:
             raise self._death()
-        return Plan.from_json(result)
+        self.footprints = tuple(map(Footprint.from_json, result["footprints"]))
+        return Plan.from_json(result["plan"])
 
     def _converse(self, request: Mapping[str, Any], on_progress: OnProgress | None) -> Any:
         """Sends the request and follows the child's events; None when it ends without a plan or a refusal."""
@@ -156,7 +163,7 @@ class Child:
                 kind = _ERRORS.get(event["kind"], PlanError)
                 raise kind(event["message"], hint=event["hint"], reasons=event["reasons"])
             else:
-                return event["plan"]
+                return event
         return None
 
     def _death(self) -> PlanError:

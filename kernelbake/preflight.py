@@ -21,6 +21,7 @@ from kernelbake.compare import Difference, compare
 from kernelbake.errors import CoverageError, MisfitError
 from kernelbake.plan import Coverage, Missing, Plan, coverage
 from kernelbake.profiles import DeviceProfile
+from kernelbake.workload import Footprint
 
 INTERPRETED = "interpreted"
 _UNMEASURED = "compiled-only"
@@ -60,6 +61,7 @@ class Preflight:
         new_cases: ids of cases that the bundle's manifest does not name and that it covers all the same.
         digest: the bundle's.
         seconds: wall time of the whole preflight, imports of the child included.
+        footprints: what a step of each case holds in memory.
     """
 
     coverage: Coverage
@@ -67,6 +69,7 @@ class Preflight:
     new_cases: tuple[str, ...]
     digest: str
     seconds: float
+    footprints: tuple[Footprint, ...] = ()
 
 
 def workload_of(path: Path | str, *, trusted: Sequence[Path | str] = ()) -> WorkloadSection:
@@ -127,7 +130,7 @@ def preflight(
     refuse(plan, held, found, "preflight")
     known = {case.id for case in held.plan.cases}
     new = tuple(case.id for case in plan.cases if case.id not in known)
-    return Preflight(found, plan, new, held.digest, time.monotonic() - start)
+    return Preflight(found, plan, new, held.digest, time.monotonic() - start, child.footprints)
 
 
 @contextlib.contextmanager

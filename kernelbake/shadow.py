@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import triton
 
-from kernelbake import bounds, fakedevice, fakepatches, faketensors, triton_api, workload, writes
+from kernelbake import bounds, fakedevice, fakepatches, faketensors, footprint, triton_api, workload, writes
 from kernelbake.errors import KernelbakeError, PlanError
 from kernelbake.fakeresults import extent
 from kernelbake.keys import Case
@@ -71,8 +71,13 @@ Report = Callable[[int, int, str], None]
 """Called with cases done, cases in all, and what is being done."""
 
 
-def run(request: Request, report: Report = lambda done, total, message: None) -> Plan:
+def run(
+    request: Request, report: Report = lambda done, total, message: None
+) -> tuple[Plan, tuple[workload.Footprint, ...]]:
     """Plans the workload in this process, which is good for nothing else afterwards.
+
+    Returns:
+        the plan, and the footprint of each case's step.
 
     Raises:
         PlanError: the workload cannot be planned, with the reason.
@@ -91,19 +96,23 @@ def run(request: Request, report: Report = lambda done, total, message: None) ->
     report(0, total, "loading kernel libraries")
     implementations = {**_packages(), **_variables(), **plugin.implementations(spec)}
     log = LaunchLog(Observer(_target(profile), faketensors.stand_in, run_hooks=True), limits)
-    with plugin.prepare(interpreted=request.interpreted), shadowed(log):
+    device = "cpu" if request.interpreted else "cuda"
+    ledger, footprints = footprint.Ledger(device), []
+    with plugin.prepare(interpreted=request.interpreted), shadowed(log, ledger):
         report(0, total, "building the modules")
         with explained("open"):
-            session = plugin.open(spec, device="cpu" if request.interpreted else "cuda", seed=SEED)
+            session = plugin.open(spec, device=device, seed=SEED)
         gc.freeze()  # libraries and modules are here to stay; collecting around them costs more than the steps
         for done, case in enumerate(cases.planned):
             report(done, total, case.id)
             log.case = case
+            ledger.begin(lambda: str(getattr(session, "part", "step")))
             with explained(f"case {case.id}"):
                 session.step(case)
+            footprints.append(ledger.end(case))
     report(total, total, "merging launches")
     launches = log.launches()
-    return Plan(
+    plan = Plan(
         profile=profile.to_json(),
         versions=_versions(),
         implementations=implementations,
@@ -113,6 +122,7 @@ def run(request: Request, report: Report = lambda done, total, message: None) ->
         launches=launches,
         unbounded=bounds.check(launches, cases.planned, limits),
     )
+    return plan, tuple(footprints)
 
 
 def find_workload(name: str) -> workload.Workload:
@@ -223,9 +233,9 @@ def _target(profile: DeviceProfile) -> Any:
 
 
 @contextlib.contextmanager
-def shadowed(log: LaunchLog) -> Iterator[None]:
-    """Runs a block on fake tensors, with its launches recorded instead of made."""
-    mode = faketensors.ShadowMode()
+def shadowed(log: LaunchLog, ledger: footprint.Ledger | None = None) -> Iterator[None]:
+    """Runs a block on fake tensors, with its launches recorded instead of made and its tensors entered in a ledger."""
+    mode = faketensors.ShadowMode(ledger)
     with intercepted(log.record), fakepatches.entered(mode), _no_compilation():
         yield
 
@@ -302,12 +312,13 @@ def main() -> int:
         print(json.dumps({"event": "progress", "done": done, "total": total, "message": message}), file=events)
 
     try:
-        plan = run(request, report)
+        plan, footprints = run(request, report)
     except KernelbakeError as error:
         refusal = {"event": "refused", "kind": type(error).__name__, "message": error.message}
         print(json.dumps({**refusal, "hint": error.hint, "reasons": error.reasons}), file=events)
         return 0
-    print(json.dumps({"event": "plan", "plan": plan.to_json()}), file=events)
+    held = [item.to_json() for item in footprints]
+    print(json.dumps({"event": "plan", "plan": plan.to_json(), "footprints": held}), file=events)
     return 0
 
 

@@ -66,8 +66,46 @@ class Oracle:
     tolerance: float
 
 
+@dataclasses.dataclass(frozen=True)
+class PartPeak:
+    """Memory of one part of a step, on all devices together, above what is there between steps.
+
+    Args:
+        name: the part, by the session's word for it.
+        begun_bytes: held when it began for the first time.
+        peak_bytes: the most held while the step was in it.
+    """
+
+    name: str
+    begun_bytes: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What a step of a case holds beyond what is there between steps, part by part in the order in which they began."""
+
+    case: Case
+    parts: tuple[PartPeak, ...]
+
+    @property
+    def largest(self) -> PartPeak | None:
+        """The part with the highest peak; None of a step that makes no tensor."""
+        return max(self.parts, key=lambda part: part.peak_bytes, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"case": self.case.to_json(), "parts": [dataclasses.astuple(part) for part in self.parts]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Footprint:
+        return cls(Case.from_json(data["case"]), tuple(PartPeak(*part) for part in data["parts"]))
+
+
 class Session(Protocol):
-    """A workload opened in this process: its modules built once, its step run for one case after another."""
+    """A workload opened in this process: its modules built once, its step run for one case after another.
+
+    A session may have an attribute ``part``, a text that says what a step is at work on; without it a step is one part.
+    """
 
     def step(self, case: Case) -> None:
         """Runs one representative step of the case: the real code of the trainer, every kind of layer at least once,

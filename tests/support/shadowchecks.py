@@ -31,11 +31,14 @@ from torch import nn  # noqa: E402
 from kernelbake import faketensors, triton_api  # noqa: E402
 from kernelbake.bounds import Limits  # noqa: E402
 from kernelbake.faketensors import UnknownValueError, content, stand_in  # noqa: E402
+from kernelbake.footprint import Ledger  # noqa: E402
+from kernelbake.keys import Case  # noqa: E402
 from kernelbake.recorder import Observer  # noqa: E402
 from kernelbake.shadow import LaunchLog, explained, shadowed  # noqa: E402
 
 CHECKS: dict[str, Callable[[], None]] = {}
 CUDA = torch.device("cuda", 0)
+LEDGER = Ledger("cuda")
 REFUSED = (
     *("numpy_number", "torch_dtype", "descriptor", "local_kernel", "replaced_kernel", "compiled_by_torch"),
     *("reads_a_loss", "values"),
@@ -351,6 +354,98 @@ def equal_layouts_are_remembered_and_right() -> None:
     assert [row[:4] for row in second] == [(x.shape, x.stride(), x.storage_offset(), x.dtype) for x in expected]
 
 
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def parts(step: Callable[[Callable[[str], None]], None]) -> list[tuple[str, int, int]]:
+    """The footprint of a step, which is given a function to say what it is at work on."""
+    here = ["first"]
+    LEDGER.begin(lambda: here[0])
+    step(lambda name: here.__setitem__(0, name))
+    return [(part.name, part.begun_bytes, part.peak_bytes) for part in LEDGER.end(Case(())).parts]
+
+
+@check
+def storages_are_counted_while_they_live() -> None:
+    before = torch.empty(1 << 20, device="cuda")
+
+    def step(now: Callable[[str], None]) -> None:
+        x = torch.empty(1000, device="cuda")  # 4,096 bytes with the allocator's rounding
+        views = x[10:].view(-1), x[None], x.detach(), before[5:], before.view(2, -1)
+        x += 1
+        torch.add(x, x, out=x)
+        del x
+        now("second")
+        y = torch.empty(1024, dtype=torch.bfloat16, device="cuda")
+        del views
+        now("third")
+        torch.empty(1, device="cuda")
+        del y
+
+    for _ in range(2):
+        assert parts(step) == [("first", 0, 4096), ("second", 4096, 6144), ("third", 2048, 2560)]
+
+
+@check
+def what_a_step_leaves_behind_is_not_its_own() -> None:
+    kept = []
+
+    def step(now: Callable[[str], None]) -> None:
+        kept.append(torch.empty(1 << 20, device="cuda"))
+        torch.empty(256, device="cuda")
+
+    assert parts(step) == [("first", 0, 1024)]
+
+
+@check
+def a_graph_holds_what_a_backward_pass_needs() -> None:
+    weight = torch.zeros(1024, 1024, device="cuda", requires_grad=True)
+    size = weight.nbytes
+
+    def step(now: Callable[[str], None]) -> None:
+        x = torch.empty(1024, 1024, device="cuda")
+        y = F.silu(x @ weight)  # keeps x, and what goes into silu
+        del x
+        now("backward")
+        y.sum().backward()
+        weight.grad = None
+
+    found = parts(step)
+    assert [name for name, *_ in found] == ["first", "backward"]
+    assert found[0][1:] == (0, 3 * size)
+    assert found[1][1] == 3 * size
+    assert 4 * size <= found[1][2] <= 5 * size + 4096, found
+
+
+@check
+def a_norm_keeps_its_input_and_a_number_a_row() -> None:
+    x = torch.zeros(4096, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.ones(1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def step(now: Callable[[str], None]) -> None:
+        y = F.rms_norm(x, (1024,), weight, 1e-6)
+        assert (y.dtype, y.shape, y.is_contiguous()) == (x.dtype, x.shape, True)
+        y.sum().backward()
+        assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+        x.grad = weight.grad = None
+
+    ((_, _, peak),) = parts(step)
+    assert x.nbytes + 4096 * 4 <= peak <= 2 * x.nbytes + 4096 * 4 + 8192, peak
+
+
+@check
+def what_an_operation_is_made_of_is_not_counted() -> None:
+    x = torch.zeros(1024, 1024, device="cuda")
+
+    def step(now: Callable[[str], None]) -> None:
+        torch.ops.aten._fused_rms_norm_backward(x, x, [1024], torch.ones(1024, 1, device="cuda"), None, [True, False])
+        torch.ops.aten.gelu_backward(x, x)
+
+    for _ in range(2):
+        ((_, _, peak),) = parts(step)
+        assert x.nbytes <= peak <= x.nbytes + 8192, peak
+
+
 def refused(name: str) -> str:
     log = LaunchLog(Observer(triton_api.gpu_target(120), stand_in, run_hooks=True), Limits())
     before = shadowkernels.plain
@@ -369,7 +464,7 @@ def main() -> None:
     log = LaunchLog(Observer(triton_api.gpu_target(120), faketensors.stand_in, run_hooks=True), Limits())
     for name, function in CHECKS.items():
         try:
-            with shadowed(log):
+            with shadowed(log, LEDGER):
                 function()
             results[name] = "ok"
         except Exception:

@@ -16,6 +16,7 @@ import samples
 from kernelbake import planner, profiles
 from kernelbake.bounds import Limits
 from kernelbake.errors import InputError, PlanError, UnsupportedError
+from kernelbake.workload import Footprint, PartPeak
 
 PROFILE = profiles.load("h200")
 
@@ -44,9 +45,13 @@ def plan(**options: Any) -> Any:
 
 def test_a_plan_comes_back_as_it_was_sent(child: Any, tmp_path: Path) -> None:
     sent = samples.contents().plan
-    (tmp_path / "plan.json").write_text(json.dumps(sent.to_json()))
-    child(f"say(event='plan', plan=json.load(open({str(tmp_path / 'plan.json')!r})))")
-    assert plan() == sent
+    held = [Footprint(case, (PartPeak("step", 0, 512),)) for case in sent.cases]
+    event = {"event": "plan", "plan": sent.to_json(), "footprints": [item.to_json() for item in held]}
+    (tmp_path / "event.json").write_text(json.dumps(event))
+    child(f"say(**json.load(open({str(tmp_path / 'event.json')!r})))")
+    with planner.started(interpreted=False) as started:
+        assert started.plan("toy", {"sizes": [1]}, PROFILE) == sent
+        assert started.footprints == tuple(held)
 
 
 def test_the_request_holds_all_that_decides(child: Any, tmp_path: Path) -> None:

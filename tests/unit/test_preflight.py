@@ -16,8 +16,10 @@ from kernelbake.errors import BundleError, CoverageError, ExitCode, MisfitError
 from kernelbake.keys import Case
 from kernelbake.plan import Plan
 from kernelbake.preflight import preflight, workload_of
+from kernelbake.workload import Footprint, PartPeak
 
 SECTION = {"target": "toy", "axes": {"buckets": [512, 1024]}}
+FOOTPRINT = Footprint(Case((("bucket", 512),)), (PartPeak("target", 0, 3), PartPeak("drafter", 2, 7)))
 VERSIONS = {"python": "3.11.7", "triton": "3.7.1"}
 
 
@@ -38,6 +40,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     box: list[Any] = []
 
     class Child:
+        footprints = (FOOTPRINT,)
+
         def plan(self, plugin: str, section: Any, profile: Any, **options: Any) -> Plan:
             found: Plan = box.pop(0)
             box.append({"plugin": plugin, "section": section, "profile": profile, "interpreted": started.interpreted})
@@ -66,6 +70,7 @@ def test_the_bundles_own_run_is_covered(baked: tuple[Path, Plan], planned: list[
     assert found.coverage.complete
     assert found.coverage.num_needed == len(plan.launches)
     assert found.new_cases == ()
+    assert found.footprints == (FOOTPRINT,)
     assert planned == [{"plugin": "toy", "section": SECTION, "profile": profiles.load("h200"), "interpreted": False}]
 
 
