@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash.recipe import D_PACE, LossConfig
 from dflash.schema import LARGEST_FP32, Reader
-from dflash.spec import DTYPES, LAYOUTS, Axes, DataSpec, Spec, read_options
+from dflash.spec import DTYPES, LAYOUTS, Axes, DataSpec, LossSpec, Spec, read_options
 from kernelbake.errors import InputError
 from kernelbake.workload import Fault
 
@@ -193,9 +193,9 @@ class RunConfig:
     batch: BatchConfig
     optimizer: OptimizerConfig
     data: DataConfig
+    loss: LossConfig
 
     @classmethod
-    loss: LossConfig
     def read(cls, reader: Reader) -> RunConfig:
         config = cls(
             bundle=reader.text("bundle", None),
@@ -212,13 +212,13 @@ class RunConfig:
             batch=BatchConfig.read(reader.section("batch", required=False)),
             optimizer=OptimizerConfig.read(reader.section("optimizer", required=False)),
             data=DataConfig.read(reader.section("data", required=False)),
-        )
-        reader.done()
-        return config
             loss=LossConfig.read(reader.section("loss", required=False)),
-
+        )
         if config.gamma is not None and config.loss.weights == D_PACE and reader.good("gamma"):
             reader.fault("gamma", f"given with `loss.weights: {D_PACE}`; wanted it with decaying weights only")
+        reader.done()
+        return config
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the run's record."""
         return dataclasses.asdict(self)
