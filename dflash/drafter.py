@@ -7,11 +7,13 @@ F = E times the number of target layers, H heads, G kv heads, D head dim. Parame
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from dflash import devices
 from dflash.attention.api import anchor_attention
@@ -68,6 +70,48 @@ def rotate(x_BTHD: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> to
     return x_BTHD * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+@dataclasses.dataclass(frozen=True)
+class Remade:
+    """A tensor that is cheap to make: whoever needs it for a backward pass keeps its sources and makes it again.
+
+    Args:
+        value: ``make(*sources)``, with its own place in autograd's graph.
+        make: elementwise work or a norm; the same sources give the same bits.
+        sources: tensors that are kept for the backward pass anyway.
+    """
+
+    value: torch.Tensor
+    make: Callable[..., torch.Tensor]
+    sources: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def by(cls, make: Callable[..., torch.Tensor], *sources: torch.Tensor) -> Remade:
+        return cls(make(*sources), make, sources)
+
+
+def project(x: Remade, linear: nn.Linear) -> torch.Tensor:
+    """The linear layer of x. Of the two factors of its weight's gradient, x is not kept but made again."""
+    out: torch.Tensor = _Projection.apply(x.value, linear.weight, x.make, *x.sources)
+    return out
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, make: Any, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.make = make
+        ctx.save_for_backward(weight, *sources)
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, *sources = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        grad_weight = grad.t() @ ctx.make(*sources).flatten(0, -2)
+        grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, grad_weight, None, *(None for _ in sources)
+
+
 class Attention(nn.Module):
     """Queries are the blocks' rows; keys and values are context and block rows, through the same projections."""
 
@@ -82,12 +126,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
-    def forward(self, x_BQE: torch.Tensor, context: BlockContext) -> torch.Tensor:
+    def forward(self, x_BQE: Remade, context: BlockContext) -> torch.Tensor:
         heads = (-1, self.spec.head_dim)
-        q_BQHD = rotate(self.q_norm(self.q_proj(x_BQE).unflatten(-1, heads)), context.rotary_blocks)
-        k_BQGD = rotate(self.k_norm(self.k_proj(x_BQE).unflatten(-1, heads)), context.rotary_blocks)
+        q_BQHD = rotate(self.q_norm(project(x_BQE, self.q_proj).unflatten(-1, heads)), context.rotary_blocks)
+        k_BQGD = rotate(self.k_norm(project(x_BQE, self.k_proj).unflatten(-1, heads)), context.rotary_blocks)
         k_BSGD = rotate(self.k_norm(self.k_proj(context.context_BSE).unflatten(-1, heads)), context.rotary_context)
-        v_BQGD = self.v_proj(x_BQE).unflatten(-1, heads)
+        v_BQGD = project(x_BQE, self.v_proj).unflatten(-1, heads)
         v_BSGD = self.v_proj(context.context_BSE).unflatten(-1, heads)
         out_BQHD = anchor_attention(
             q_BQHD,
@@ -111,13 +155,15 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        grad_silu = grads[0] * up
-        return torch.ops.aten.silu_backward(grad_silu, gate), grads[0] * F.silu(gate)
+        grad_up = F.silu(gate).mul_(grads[0])
+        grad_gate = grads[0] * up
+        return torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate), grad_up
 
 
 class MLP(nn.Module):
@@ -129,9 +175,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
-        return out
+    def forward(self, x: Remade) -> torch.Tensor:
+        gate, up = project(x, self.gate_proj), project(x, self.up_proj)
+        return project(Remade.by(_SwiGLU.apply, gate, up), self.down_proj)
 
 
 class Layer(nn.Module):
@@ -145,8 +191,8 @@ class Layer(nn.Module):
         self.mlp = MLP(hidden_size, spec.intermediate_size)
 
     def forward(self, x_BQE: torch.Tensor, context: BlockContext) -> torch.Tensor:
-        x_BQE = x_BQE + self.self_attn(self.input_layernorm(x_BQE), context)
-        out: torch.Tensor = x_BQE + self.mlp(self.post_attention_layernorm(x_BQE))
+        x_BQE = x_BQE + self.self_attn(Remade.by(self.input_layernorm, x_BQE), context)
+        out: torch.Tensor = x_BQE + self.mlp(Remade.by(self.post_attention_layernorm, x_BQE))
         return out
 
 
