@@ -52,6 +52,8 @@ def _run_options(function: Callable[..., Any]) -> Callable[..., Any]:
         function = click.option(flag, type=kind, metavar=metavar, help=text)(function)
     function = click.option("--buckets", metavar="N,N", help="Padded lengths, ascending.")(function)
     function = click.option("--other-bundle", is_flag=True, help="Resume what another bundle trained.")(function)
+    text = "Replay the target's forward pass as CUDA graphs.  [default: where it can be done]"
+    function = click.option("--graphs/--no-graphs", default=None, help=text)(function)
     text = "One setting, as in the file; repeatable."
     function = click.option("--set", "settings", multiple=True, metavar="A.B=C", help=text)(function)
     path = click.Path(path_type=Path)
@@ -64,6 +66,7 @@ def _load(file: Path | None, settings: tuple[str, ...], given: dict[str, Any]) -
         parts = given["buckets"].split(",")
         options["batch.buckets"] = [int(part) if part.strip().isdecimal() else part for part in parts]
     options["other_bundle"] = given["other_bundle"] or None
+    options["graphs"] = given["graphs"]
     return config.load(file, settings, options)
 
 
@@ -131,7 +134,8 @@ def _train(plan: Plan, started: Started, stop: Stop) -> None:
     job = trainer.Job(plan.run, plan.spec, plan.held.digest if started.frozen else None, plan.interpreted)
     with render.doing(f"load target `{plan.spec.target.model}`"):
         made = trainer.build(job)
-    render.note(made.description())
+    for text in (made.description(), *made.notes):
+        render.note(text)
     reports: list[trainer.StepReport] = []
     try:
         with render.training(plan.run.steps) as show:

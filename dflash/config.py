@@ -177,6 +177,7 @@ class RunConfig:
         checkpoint_every: steps between two checkpoints; None saves at the end only.
         resume: a checkpoint's folder, or ``latest`` of the output folder.
         other_bundle: whether a checkpoint made under another bundle may go on.
+        graphs: whether the target's forward pass is captured and replayed, to the same bits; None: where it can be.
     """
 
     bundle: str | None
@@ -190,6 +191,7 @@ class RunConfig:
     checkpoint_every: int | None
     resume: str | None
     other_bundle: bool
+    graphs: bool | None
     batch: BatchConfig
     optimizer: OptimizerConfig
     data: DataConfig
@@ -209,6 +211,7 @@ class RunConfig:
             checkpoint_every=reader.integer("checkpoint_every", None),
             resume=reader.text("resume", None),
             other_bundle=reader.flag("other_bundle", False),
+            graphs=reader.flag("graphs", None),
             batch=BatchConfig.read(reader.section("batch", required=False)),
             optimizer=OptimizerConfig.read(reader.section("optimizer", required=False)),
             data=DataConfig.read(reader.section("data", required=False)),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash import section
+from dflash import capturable, section
 from dflash.config import RunConfig
 from dflash.errors import TrainingStoppedError
 from dflash.spec import Spec
@@ -57,7 +57,8 @@ def settle(run: RunConfig) -> Plan:
     """Puts the configuration and the bundle's manifest together.
 
     Raises:
-        InputError: no bundle, another plug-in's bundle, a target that cannot be found, shapes that cannot be.
+        InputError: no bundle, another plug-in's bundle, a target that cannot be found, shapes that cannot be, graphs
+            that are asked for and cannot be.
         BundleError: the bundle cannot be trusted, or is not signed as required.
     """
     if run.bundle is None:
@@ -70,6 +71,7 @@ def settle(run: RunConfig) -> Plan:
         raise InputError(f"bundle `{run.bundle}`: made for workload `{held.plugin}`; wanted `{WORKLOAD.name}`")
     spec = section.of_run(run, held.section)
     _check_devices(run, interpreted=held.made == INTERPRETED)
+    capturable.check(run.graphs, spec, interpreted=held.made == INTERPRETED)
     return Plan(run, spec, held)
 
 

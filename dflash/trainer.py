@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dflash import checkpoint, data, devices, drafter, export, memory, sources, target
+from dflash import checkpoint, data, devices, drafter, export, graphs, memory, sources, target
 from dflash.anchors import Drafting
 from dflash.buckets import Batch, Shape
 from dflash.config import RunConfig
@@ -101,6 +101,7 @@ class Trainer:
         held_out: samples that are not trained on, or None.
         done: steps made.
         validation: the newest one, if there are samples held out.
+        notes: what a person should know of how it runs, one line each.
     """
 
     job: Job
@@ -109,6 +110,7 @@ class Trainer:
     held_out: data.Source | None = None
     done: int = 0
     validation: Validation | None = None
+    notes: tuple[str, ...] = ()
 
     def state(self, loader_state: dict[str, Any]) -> checkpoint.State:
         """What a checkpoint of the current step says beside its tensors."""
@@ -156,6 +158,7 @@ def build(job: Job) -> Trainer:
     Raises:
         InputError: the target cannot be loaded or does not fit, the data or the checkpoint cannot be used.
         ResumeError: the checkpoint belongs to another run.
+        TrainingStoppedError: the target's forward pass cannot be captured.
     """
     run, spec = job.run, job.spec
     dtype = devices.DTYPES[spec.axes.dtype]
@@ -179,6 +182,7 @@ def build(job: Job) -> Trainer:
     if resumed is not None:
         trainer.done = resumed[0].step
         pair.optimizer.restore(resumed[1])
+    trainer.notes = graphs.install([pair], spec, wanted=run.graphs, interpreted=job.interpreted)
     return trainer
 
 
@@ -337,7 +341,7 @@ class _Reader:
                 num_tokens=sum(batch.num_tokens for batch in launched.batches),
                 seconds=(time.perf_counter() if end is None else end) - launched.begun,
                 epoch=launched.epoch,
-                peak_bytes=_peak_bytes(self._trainer.pair.device),
+                peak_bytes=_peak_bytes(self._trainer.pair),
             )
             self._write(report.to_json())
             yield report
@@ -364,5 +368,7 @@ def _not_finite(launched: _Launched, loss: float, norm: float, kept: str) -> Tra
     )
 
 
-def _peak_bytes(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+def _peak_bytes(pair: Pair) -> int | None:
+    if pair.device.type != "cuda":
+        return None
+    return int(torch.cuda.max_memory_allocated(pair.device)) + graphs.pool_bytes([pair], pair.device)

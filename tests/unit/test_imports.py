@@ -41,6 +41,7 @@ MAY_LOAD_HEAVY = {
 
 DFLASH_LIGHT = {
     "dflash",
+    "dflash.capturable",
     "dflash.cli",
     "dflash.config",
     "dflash.errors",
