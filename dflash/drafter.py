@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from dflash import devices
 from dflash.attention.api import anchor_attention
 from dflash.attention.metadata import AnchorLayout, anchor_layout
 from dflash.spec import DrafterSpec
+from kernelbake.errors import InputError
 
 INITIAL_STD = 0.02
 
@@ -103,13 +103,18 @@ class _Projection(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_twice()
         weight, *sources = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
         grad_weight = grad.t() @ ctx.make(*sources).flatten(0, -2)
         grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
         return grad_x, grad_weight, None, *(None for _ in sources)
+
+
+def _refuse_twice() -> None:
+    if torch.is_grad_enabled():
+        raise InputError("drafter: differentiated twice; wanted one backward without `create_graph`")
 
 
 class Attention(nn.Module):
@@ -158,8 +163,8 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _refuse_twice()
         gate, up = ctx.saved_tensors
         grad_up = F.silu(gate).mul_(grads[0])
         grad_gate = grads[0] * up
