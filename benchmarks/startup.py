@@ -43,7 +43,7 @@ class Steps:
 
         wanted = bundles.read(bundle).manifest_resolved["workload"]
         plugin = workload.load(wanted["plugin"])
-        spec = plugin.parse(wanted["section"])
+        spec = plugin.parse(_lighter(wanted["section"]))
         self._case = plugin.cases(spec).planned[0]
         self._session = plugin.open(spec, device="cuda", seed=0)
 
@@ -56,6 +56,14 @@ class Steps:
         else:
             self._session.step(self._case)
         torch.cuda.synchronize()
+
+
+def _lighter(section: dict[str, Any]) -> dict[str, Any]:
+    """The section with one drafter layer: the same launches, and weights of which several processes hold a copy each.
+
+    It shortens stock's first step, so it flatters the other side.
+    """
+    return {**section, "drafter": {**section["drafter"], "num_layers": 1}}
 
 
 def make(path: Path) -> None:
