@@ -154,11 +154,37 @@ def hold_out(source: Source, count: int) -> tuple[Source, Source]:
     return Part(source, trained, source.name), Part(source, kept_apart, f"{source.name}, held out")
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The samples of a batch that has not been made yet.
+
+    Args:
+        shape: of the batch.
+        rows: the samples of each row.
+    """
+
+    shape: Shape
+    rows: list[list[Sample]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that will be no padding."""
+        return sum(len(sample.tokens) for row in self.rows for sample in row)
+
+    @property
+    def visits(self) -> tuple[tuple[int, int], ...]:
+        """(epoch, index) of every sample."""
+        return tuple((sample.epoch, sample.index) for row in self.rows for sample in row)
+
+
 class Loader:
     """Batches without end, epoch after epoch; ``state`` goes back to the same place.
 
     In the padded layout samples wait in the queue of their bucket until a batch is full; in the packed one a row is
     filled with the next samples until one does not fit. What waits at the end of an epoch goes on into the next.
+
+    ``plan`` goes on by one batch and ``make`` makes it, so that a rank follows the order of all batches and makes only
+    its own.
 
     Args:
         source: the samples.
@@ -187,27 +213,27 @@ class Loader:
         self._drafting = drafting
         self._seed = seed
         self._epoch, self._next = 0, 0
-        self._waiting: dict[int, list[tuple[int, int]]] = {bucket: [] for bucket in shapes}
+        self._waiting: dict[int, list[Sample]] = {bucket: [] for bucket in shapes}
         if state is not None:
             self._epoch, self._next = state["epoch"], state["next"]
-            waiting = {int(bucket): [tuple(visit) for visit in visits] for bucket, visits in state["waiting"].items()}
-            self._waiting.update(waiting)
-            self._check_place()
+            waiting = {int(bucket): visits for bucket, visits in state["waiting"].items()}
+            self._check_place(waiting)
+            self._waiting.update({bucket: [self._sample(*one) for one in visits] for bucket, visits in waiting.items()})
 
-    def _check_place(self) -> None:
+    def _check_place(self, waiting: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Refuses a place that these samples and shapes do not have: the data changed, or the checkpoint is damaged."""
         total = len(self.source)
-        numbers = [self._next - 1, *(number for visits in self._waiting.values() for _, number in visits)]
-        if max(numbers) >= total or self._waiting.keys() != self._shapes.keys():
+        numbers = [self._next - 1, *(number for visits in waiting.values() for _, number in visits)]
+        if max(numbers) >= total or waiting.keys() != self._shapes.keys():
             raise DataError(
-                f"resume: the checkpoint stands at sample `{max(numbers)}` of buckets {sorted(self._waiting)}; "
+                f"resume: the checkpoint stands at sample `{max(numbers)}` of buckets {sorted(waiting)}; "
                 f"wanted one of the `{total}` samples of `{self.source.name}` and buckets {sorted(self._shapes)}",
                 hint="the data must be what the checkpoint was trained on",
             )
 
     def state(self) -> dict[str, Any]:
         """Where the loader stands, as plain data."""
-        waiting = {str(bucket): [list(visit) for visit in visits] for bucket, visits in self._waiting.items()}
+        waiting = {str(bucket): [[one.epoch, one.index] for one in held] for bucket, held in self._waiting.items()}
         return {"epoch": self._epoch, "next": self._next, "waiting": waiting}
 
     @property
@@ -219,27 +245,34 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
+        return self.make(self.plan())
+
+    def plan(self) -> Planned:
+        """The samples of the next batch."""
         if next(iter(self._shapes.values())).packed:
-            return self._packed()
+            return self._plan_packed()
         while True:
             sample = self._visit()
             bucket = bucket_for(len(sample.tokens), tuple(self._shapes))
             queue = self._waiting[bucket]
-            queue.append((sample.epoch, sample.index))
+            queue.append(sample)
             if len(queue) == self._shapes[bucket].batch:
                 self._waiting[bucket] = []
-                rows = [[self._sample(*visit)] for visit in queue]
-                return assemble(rows, self._shapes[bucket], self._drafting, self._seed)
+                return Planned(self._shapes[bucket], [[held] for held in queue])
 
-    def _packed(self) -> Batch:
+    def _plan_packed(self) -> Planned:
         bucket = max(self._shapes)
-        row = [self._sample(*visit) for visit in self._waiting[bucket]]
+        row = self._waiting[bucket]
         while True:
             sample = self._visit()
             if row and sum(len(held.tokens) for held in row) + len(sample.tokens) > bucket:
-                self._waiting[bucket] = [(sample.epoch, sample.index)]
-                return assemble([row], self._shapes[bucket], self._drafting, self._seed)
+                self._waiting[bucket] = [sample]
+                return Planned(self._shapes[bucket], [row])
             row.append(sample)
+
+    def make(self, planned: Planned) -> Batch:
+        """The batch of these samples."""
+        return assemble(planned.rows, planned.shape, self._drafting, self._seed)
 
     def _visit(self) -> Sample:
         if self._next == len(self.source):
@@ -278,7 +311,15 @@ class ShuffledLabels:
         return self
 
     def __next__(self) -> Batch:
-        batch = next(self._loader)
+        return self.make(self.plan())
+
+    def plan(self) -> Planned:
+        """As the loader's."""
+        return self._loader.plan()
+
+    def make(self, planned: Planned) -> Batch:
+        """The batch of these samples, with labels that mean nothing."""
+        batch = self._loader.make(planned)
         random = np.random.default_rng((self._seed, self._vocab_size, *batch.visits[0]))
         permutation = torch.from_numpy(random.permutation(self._vocab_size))
         labelled = batch.labels_BNK != anchors.IGNORED
