@@ -21,6 +21,9 @@ from kernelbake.errors import InputError, KernelbakeError
 
 if TYPE_CHECKING:
     from dflash.launch import Plan, Started
+    from dflash.memory import Peak
+    from kernelbake.preflight import Preflight
+    from kernelbake.workload import Footprint
 
 EPILOG = "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 does not fit, 5 missing, 8 stopped, 130, 143."
 
@@ -101,11 +104,10 @@ def train(file: Path | None, settings: tuple[str, ...], stock: bool, compile_: b
     plan = launch.settle(_load(file, settings, given))
     with contextlib.ExitStack() as stack:
         stack.enter_context(launch.holding(Path(plan.run.output)))
-        if not stock:
-            _preflight(plan)
+        footprints = () if stock else _preflight(plan).footprints
         with render.doing("start without a frozen cache" if stock else "freeze"):
             started = stack.enter_context(launch.started(plan, stock=stock))
-        _train(plan, started, stop)
+        _train(plan, started, stop, footprints)
 
 
 def _stop() -> Stop:
@@ -114,7 +116,7 @@ def _stop() -> Stop:
     return stop
 
 
-def _preflight(plan: Plan) -> None:
+def _preflight(plan: Plan) -> Preflight:
     from dflash import launch
 
     with render.planning() as on_progress:
@@ -126,15 +128,17 @@ def _preflight(plan: Plan) -> None:
     )
     for case in found.new_cases:
         render.note(f"preflight: case {case} is not named by the bundle's manifest and covered all the same")
+    return found
 
 
-def _train(plan: Plan, started: Started, stop: Stop) -> None:
+def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint, ...]) -> None:
     from dflash import trainer
 
-    job = trainer.Job(plan.run, plan.spec, plan.held.digest if started.frozen else None, plan.interpreted)
+    bundle = plan.held.digest if started.frozen else None
+    job = trainer.Job(plan.run, plan.spec, bundle, plan.interpreted, footprints)
     with render.doing(f"load target `{plan.spec.target.model}`"):
         made = trainer.build(job)
-    for text in (made.description(), *made.notes):
+    for text in (made.description(), *made.notes, *(peak.line() for peak in made.peaks() if peak.predicted_bytes)):
         render.note(text)
     reports: list[trainer.StepReport] = []
     try:
@@ -143,22 +147,22 @@ def _train(plan: Plan, started: Started, stop: Stop) -> None:
                 reports.append(report)
                 show(report)
     except BaseException:
-        _sum_up(job.output, started, reports, stopped=True)
+        _sum_up(job.output, started, reports, made.peaks(), stopped=True)
         raise
-    _sum_up(job.output, started, reports, stopped=False)
+    _sum_up(job.output, started, reports, made.peaks(), stopped=False)
     if made.validation is not None:
         render.note(made.validation.line())
     render.line(str(job.output / "drafter"))
 
 
-def _sum_up(output: Path, started: Started, reports: list[Any], *, stopped: bool) -> None:
+def _sum_up(output: Path, started: Started, reports: list[Any], peaks: list[Peak], *, stopped: bool) -> None:
     """Writes the summary and the counts; what stopped the run is worth more than a summary that cannot be written."""
     from dflash import launch
 
-    for text in started.proof.lines():
+    for text in (*started.proof.lines(), *(peak.line() for peak in peaks if peak.measured_bytes is not None)):
         render.note(text)
     try:
-        launch.write_summary(output, started, reports)
+        launch.write_summary(output, started, reports, peaks)
     except errors.TrainingStoppedError as error:
         if not stopped:
             raise

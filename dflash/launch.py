@@ -10,7 +10,7 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,8 +184,14 @@ def _check_same_bundle(plan: Plan, digest: str) -> None:
         )
 
 
-def write_summary(output: Path, started_: Started, reports: list[Any]) -> None:
+def write_summary(output: Path, started_: Started, reports: list[Any], peaks: Sequence[Any] = ()) -> None:
     """Writes ``summary.json``: what a run came to, also when it was stopped.
+
+    Args:
+        output: the run's folder.
+        started_: its process.
+        reports: of its steps.
+        peaks: memory of each device, predicted and measured.
 
     Raises:
         TrainingStoppedError: it cannot be written.
@@ -197,6 +203,7 @@ def write_summary(output: Path, started_: Started, reports: list[Any]) -> None:
         "proof": dataclasses.asdict(started_.proof),
         "steps": len(reports),
         "losses": [report.loss for report in reports],
+        "memory": [dataclasses.asdict(peak) for peak in peaks],
     }
     path = output / "summary.json"
     partial = path.with_name(f".{path.name}.partial")

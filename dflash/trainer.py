@@ -28,6 +28,7 @@ from dflash.recipe import D_PACE
 from dflash.spec import Spec
 from dflash.stop import Stop
 from dflash.validation import Validation, validate
+from kernelbake.workload import Footprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +40,14 @@ class Job:
         spec: the workload's section as it runs.
         bundle: digest of the frozen bundle; None of a stock run.
         interpreted: whether kernels run in Triton's interpreter, on the CPU.
+        footprints: what a step of each case holds in memory, of the preflight; empty of a stock run.
     """
 
     run: RunConfig
     spec: Spec
     bundle: str | None
     interpreted: bool
+    footprints: tuple[Footprint, ...] = ()
 
     @property
     def output(self) -> Path:
@@ -102,6 +105,7 @@ class Trainer:
         done: steps made.
         validation: the newest one, if there are samples held out.
         notes: what a person should know of how it runs, one line each.
+        meter: what the run takes on its devices, predicted and measured.
     """
 
     job: Job
@@ -111,6 +115,11 @@ class Trainer:
     done: int = 0
     validation: Validation | None = None
     notes: tuple[str, ...] = ()
+    meter: memory.Meter = dataclasses.field(default_factory=memory.Meter)
+
+    def peaks(self) -> list[memory.Peak]:
+        """Of every device: memory beside weights, gradients and optimizer state."""
+        return self.meter.peaks(lambda device: graphs.pool_bytes([self.pair], device))
 
     def state(self, loader_state: dict[str, Any]) -> checkpoint.State:
         """What a checkpoint of the current step says beside its tensors."""
@@ -171,14 +180,15 @@ def build(job: Job) -> Trainer:
         checkpoint.check_same_run(resumed[0], spec, run.seed, job.bundle, other_bundle=run.other_bundle)
     there = torch_device(run.devices.target, interpreted=job.interpreted)
     here = torch_device(run.devices.drafter, interpreted=job.interpreted)
-    memory.check(memory.needs(spec, there, here))
+    needs = memory.of_run(job.footprints, spec, there, here, graphs_wanted=run.graphs, interpreted=job.interpreted)
+    memory.check(needs)
     model = target.load_target(spec.target, spec.drafter.target_layer_ids, there, dtype, seed=run.seed)
     torch.manual_seed(run.seed)
     network = drafter.build(spec.drafter, spec.target.hidden_size, here, dtype)
     pair = Pair(0, model, network, Optimizer(network, run.optimizer), Objective.of(run.loss))
     shapes = {shape.bucket: shape for shape in map(Shape.of, spec.axes.cases().planned)}
     loader = data.Loader(source, shapes, job.drafting, run.seed, resumed[0].loader if resumed else None)
-    trainer = Trainer(job, pair, loader, held_out)
+    trainer = Trainer(job, pair, loader, held_out, meter=memory.Meter(needs))
     if resumed is not None:
         trainer.done = resumed[0].step
         pair.optimizer.restore(resumed[1])
@@ -198,12 +208,13 @@ def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:
     if run.data.shuffle_labels:
         batches = data.ShuffledLabels(trainer.loader, job.spec.target.vocab_size, run.seed)
     reader = _Reader(trainer)
+    trainer.meter.start()
     stop.armed = True
     while trainer.done < run.steps and stop.number is None:
         reader.begin(trainer.loader.state())
         step = yield from reader.fetch(batches, run.batch.accumulate)
         lr = run.optimizer.rate(trainer.done, run.steps)
-        tensors = _step(trainer.pair, step, lr)
+        tensors = _step(trainer, step, lr)
         trainer.done += 1
         yield from reader.read(tensors, step, lr)
         if run.checkpoint_every and trainer.done % run.checkpoint_every == 0 and trainer.done < run.steps:
@@ -219,18 +230,15 @@ def train(trainer: Trainer, stop: Stop) -> Iterator[StepReport]:
     export.load(job.output / "drafter")
 
 
-def _step(pair: Pair, batches: list[Batch], lr: float) -> StepTensors:
+def _step(trainer: Trainer, batches: list[Batch], lr: float) -> StepTensors:
+    pair = trainer.pair
     if pair.device.type == "cuda":
         batches = [batch.pinned() for batch in batches]
     try:
         return pair.step(batches, lr)
     except torch.OutOfMemoryError as error:
-        shape = batches[0].shape
-        raise TrainingStoppedError(
-            f"pair {pair.number}: no memory left on `{pair.device}` in the {pair.part}, at {shape}",
-            hint="lower --max-anchors, --batch-size or the largest of --buckets",
-            reasons=str(error).splitlines()[:3],
-        ) from error
+        device = pair.target.device if pair.part == "target" else pair.device
+        raise trainer.meter.exhausted(error, pair.number, device, pair.part, batches[0].shape) from error
 
 
 class _OnItsWay:
