@@ -160,13 +160,15 @@ class GraphedTarget(Target):
         self._recorder = recorder
         self._lock = threading.Lock()
         self._width = target.width
-        largest = max(example.input_ids_BS.numel() for example in examples)
-        with devices.current(self.device):
+        falling = sorted(examples, key=lambda example: example.input_ids_BS.numel(), reverse=True)
+        largest = falling[0].input_ids_BS.numel()
+        with _explained(self.device, falling[0]), devices.current(self.device):
             self._inputs = torch.zeros(2, largest, dtype=torch.int64, device=self.device)
             self._outputs = torch.empty(largest * self._width, dtype=self.head_VE.dtype, device=self.device)
         self._by_shape: dict[tuple[int, ...], _Captured] = {}
-        for example in sorted(examples, key=lambda example: example.input_ids_BS.numel(), reverse=True):
-            self._by_shape[tuple(example.input_ids_BS.shape)] = self._captured(example)
+        for example in falling:
+            with _explained(self.device, example):
+                self._by_shape[tuple(example.input_ids_BS.shape)] = self._captured(example)
 
     @property
     def pool_bytes(self) -> int:
@@ -213,21 +215,27 @@ class GraphedTarget(Target):
         def work() -> None:
             features_BSF.copy_(Target.features(self, static))
 
-        try:
-            return _Captured(self._recorder.record(work), ids_BS, positions_BS, features_BSF)
-        except torch.OutOfMemoryError as error:
-            raise TrainingStoppedError(
-                f"graphs: no memory left on `{self.device}` to capture the target's forward pass, at {example.shape}",
-                hint="lower --batch-size or the largest of --buckets; --no-graphs shares its memory with the drafter's",
-                reasons=str(error).splitlines()[:3],
-            ) from error
-        except NotCapturableError as error:
-            cause = error.__cause__ or error
-            raise TrainingStoppedError(
-                f"graphs: the target's forward pass cannot be captured on `{self.device}`, at {example.shape}",
-                hint="--no-graphs runs it eagerly, with the same numbers",
-                reasons=[*str(cause).splitlines()[:2], *_frames(cause)],
-            ) from error
+        return _Captured(self._recorder.record(work), ids_BS, positions_BS, features_BSF)
+
+
+@contextlib.contextmanager
+def _explained(device: torch.device, example: Batch) -> Iterator[None]:
+    """Says of a failure on which device and at which shape it was, and what helps."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingStoppedError(
+            f"graphs: no memory left on `{device}` to capture the target's forward pass, at {example.shape}",
+            hint="lower --batch-size or the largest of --buckets; with --no-graphs the drafter may use the same memory",
+            reasons=str(error).splitlines()[:3],
+        ) from error
+    except NotCapturableError as error:
+        cause = error.__cause__ or error
+        raise TrainingStoppedError(
+            f"graphs: the target's forward pass cannot be captured on `{device}`, at {example.shape}",
+            hint="--no-graphs runs it eagerly, to the same bits",
+            reasons=[*str(cause).splitlines()[:2], *_frames(cause)],
+        ) from error
 
 
 def _frames(error: BaseException) -> list[str]:

@@ -22,7 +22,7 @@ def found() -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_no_operation_waits_for_the_device_or_copies_to_it(found: dict[str, Any], architecture: str) -> None:
     """With experts, what happens inside torch's grouped product is not seen: it is captured on demand alone."""
     assert found[architecture]["operations"] > 500

@@ -78,6 +78,37 @@ def test_resuming_is_the_unbroken_run_to_the_bit(baked: Path) -> None:
     assert rest["losses"] == whole["losses"][5:]
 
 
+def test_graphs_change_no_bit_and_no_checkpoint(baked: Path) -> None:
+    """Replays launch through the driver alone, so fewer launches are counted; a run goes on with or without them."""
+    replayed = train(baked, "replayed", "--graphs", "--checkpoint-every", "5")
+    eager = train(baked, "eager", "--no-graphs", "--checkpoint-every", "5")
+    assert replayed["losses"] == eager["losses"]
+    assert replayed["proof"] == {"compilations": 0, "benchmarks": 0, "subprocesses": 0}
+    assert replayed["frozen"]["misses"] == replayed["frozen"]["refusals"] == 0
+    assert 0 < replayed["frozen"]["hits"] < eager["frozen"]["hits"]
+    for start, options in (("eager", ("--graphs",)), ("replayed", ("--no-graphs",))):
+        rest = train(baked, f"from-{start}", "--resume", f"{start}/step-00000005", *options)
+        assert rest["losses"] == eager["losses"][5:]
+
+
+def test_what_graphs_do_is_said_once(baked: Path) -> None:
+    options = ("--frozen-cache", "bundle.tar", "--steps", "1", "--output")
+    for number, (more, text) in enumerate(
+        (
+            ((), "graphs: the target's forward pass is captured on `cuda:0` for 1 × "),
+            (("--no-graphs",), "graphs: off, the target runs eagerly\n"),
+            (("--layout", "packed"), "graphs: none, the target runs eagerly: packed batches hold"),
+        )
+    ):
+        done = run("dflash", "train", *options, f"said-{number}", *more, folder=baked)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("graphs: ") == 1
+        assert text in done.stderr
+    refused = run("dflash", "train", *options, "refused", "--graphs", "--layout", "packed", folder=baked)
+    assert refused.returncode == 2
+    assert "load target" not in refused.stderr
+
+
 @two_gpus
 def test_target_and_drafter_may_live_on_two_gpus(baked: Path) -> None:
     """The same steps as on one GPU, up to nothing: no reduction depends on where a tensor lies."""

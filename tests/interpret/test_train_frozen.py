@@ -106,6 +106,7 @@ def test_a_signal_saves_the_state_and_says_where(baked: Path) -> None:
         (("--frozen-cache", "tiny.yaml"), 3, "tiny.yaml"),
         (("--frozen-cache", "bundle.tar", "--target", "no/such-folder"), 2, "wanted `random`, a folder"),
         (("--frozen-cache", "bundle.tar", "--devices", "0:1"), 2, "the interpreter, which has one device"),
+        (("--frozen-cache", "bundle.tar", "--graphs"), 2, "kernels run in Triton's interpreter"),
         (("--frozen-cache", "bundle.tar", "--steps", "0"), 2, "steps: found `0`"),
         (("--frozen-cache", "bundle.tar", "--set", "lr=1"), 2, "lr: unknown key"),
         (("--frozen-cache", "bundle.tar", "--batch-size", "2", "--layout", "packed"), 2, "a packed batch is one row"),
