@@ -36,6 +36,12 @@ def doubts(spec: Spec) -> list[str]:
     return ["it has experts, whose products ask the host on some GPUs and dtypes; --graphs tries to capture them"]
 
 
+def used(wanted: bool | None, spec: Spec, *, interpreted: bool) -> bool:
+    """Whether this run captures, as far as the loaded model has nothing against it."""
+    against = obstacles(spec, interpreted=interpreted) or ([] if wanted else doubts(spec))
+    return wanted is not False and not against
+
+
 def check(wanted: bool | None, spec: Spec, *, interpreted: bool) -> None:
     """Refuses graphs that were asked for and cannot be.
 

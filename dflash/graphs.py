@@ -36,6 +36,9 @@ from dflash.spec import Spec
 from dflash.target import Target
 from kernelbake.errors import InputError, KernelbakeError
 
+WORK_SPACE_BYTES = 32 * 2**20
+"""What cuBLAS holds for the stream of the captures on a Hopper or Blackwell GPU, as torch gives it."""
+
 _capturing = threading.Lock()
 """torch lets one capture at a time run in a process."""
 
@@ -294,7 +297,7 @@ def pool_bytes(pairs: Sequence[Pair], device: torch.device) -> int:
 
 
 def predicted_bytes(shapes: Sequence[Shape], width: int, dtype: torch.dtype, forward_bytes: int) -> int:
-    """Memory that graphs will hold: buffers, and a pool as large as the largest pass needs.
+    """Memory that graphs will hold: buffers, a pool as large as the largest pass needs, work space of the captures.
 
     Args:
         shapes: of the run.
@@ -303,7 +306,7 @@ def predicted_bytes(shapes: Sequence[Shape], width: int, dtype: torch.dtype, for
         forward_bytes: the most that one eager pass of the largest shape allocates at a time, its result included.
     """
     tokens = max(shape.batch * shape.bucket for shape in shapes)
-    return int(tokens * (2 * torch.int64.itemsize + width * dtype.itemsize)) + forward_bytes
+    return int(tokens * (2 * torch.int64.itemsize + width * dtype.itemsize)) + forward_bytes + WORK_SPACE_BYTES
 
 
 def _obstacles_of(target: Target) -> list[str]:

@@ -154,7 +154,7 @@ def of_run(
     interpreted: bool,
 ) -> list[Need]:
     """All needs of a pair: ``needs`` and ``step_needs``, with graphs where the run will capture them."""
-    graphed = graphs_wanted is not False and not capturable.obstacles(spec, interpreted=interpreted)
+    graphed = capturable.used(graphs_wanted, spec, interpreted=interpreted)
     found = step_needs(footprints, spec, target_device, drafter_device, graphed=graphed)
     return needs(spec, target_device, drafter_device) + found
 

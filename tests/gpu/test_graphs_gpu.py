@@ -247,7 +247,8 @@ def test_the_pool_is_as_large_as_predicted_from_an_eager_pass() -> None:
     forward = torch.cuda.max_memory_allocated() - before
     replayed = graphed(model, buckets=(256, 4096), rows=(8,))
     predicted = graphs.predicted_bytes([given.shape], model.width, torch.bfloat16, forward)
-    assert 0.95 * predicted < replayed.pool_bytes + replayed.buffer_bytes < 1.5 * predicted
+    held = replayed.pool_bytes + replayed.buffer_bytes + graphs.WORK_SPACE_BYTES
+    assert 0.95 * predicted < held < 1.5 * predicted
 
 
 def test_a_run_s_graphs_are_counted_on_their_device_and_told() -> None:

@@ -104,7 +104,8 @@ def test_the_largest_shape_is_captured_first_and_decides_the_buffers() -> None:
     assert model.buffer_bytes == 64 * (2 * 8 + model.width * 8)
     assert model.pool_bytes == 4000
     shapes = [Shape(bucket, 4, 2, "padded", "float64") for bucket in BUCKETS]
-    assert graphs.predicted_bytes(shapes, model.width, torch.float64, 4000) == model.buffer_bytes + 4000
+    predicted = graphs.predicted_bytes(shapes, model.width, torch.float64, 4000)
+    assert predicted == model.buffer_bytes + 4000 + graphs.WORK_SPACE_BYTES
 
 
 @pytest.mark.parametrize("name", ["a shape", "packed"])
@@ -176,6 +177,7 @@ def test_a_target_that_cannot_be_captured_runs_eagerly_and_says_why_or_is_refuse
         capturable.check(True, spec, interpreted=False)
     for wanted in (None, False):
         capturable.check(wanted, spec, interpreted=False)
+    assert not any(capturable.used(wanted, spec, interpreted=False) for wanted in (None, True, False))
 
 
 def test_every_reason_is_told_at_once() -> None:
@@ -184,6 +186,8 @@ def test_every_reason_is_told_at_once() -> None:
         capturable.check(True, spec, interpreted=True)
     assert len(caught.value.reasons) == 3
     assert capturable.obstacles(tinytarget.spec(), interpreted=False) == []
+    assert capturable.used(None, tinytarget.spec(), interpreted=False)
+    assert not capturable.used(None, tinytarget.spec(), interpreted=True)
 
 
 @pytest.mark.parametrize("wanted", [None, False])
@@ -217,6 +221,7 @@ def test_experts_are_captured_on_demand_alone_and_never_where_the_host_calls_eac
     assert "each of its 4 experts is called by the host" in line
     assert line.endswith("--graphs tries to capture them")
     capturable.check(True, spec, interpreted=False)
+    assert [capturable.used(wanted, spec, interpreted=False) for wanted in (None, True, False)] == [False, True, False]
     with pytest.raises(InputError) as caught:
         graphs.install([pair], spec, wanted=True, interpreted=False)
     assert len(caught.value.reasons) == 1
