@@ -112,13 +112,17 @@ def run_stock(made: Manifest, plan_cases: list[Any], folder: Path) -> dict[str, 
 # ---------------------------------------------------------------------------------------------- regret
 
 
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def medians(held: Bundle) -> dict[tuple[str, str], dict[str, float]]:
     """For each key, median time in ms by config."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for line in held.record:
         if line["outcome"] == "ok" and line["key"] is not None:
-            key = (line["kernel"], json.dumps(line["key"]))
-            found.setdefault(key, {})[json.dumps(line["config"])] = line["median_ms"]
+            key = (line["kernel"], _text(line["key"]))
+            found.setdefault(key, {})[_text(line["config"])] = line["median_ms"]
     return found
 
 
@@ -128,9 +132,9 @@ def regrets(first: Bundle, second: Bundle) -> dict[str, float]:
     found = {}
     for choice in first.choices:
         if choice.key is not None:
-            of_key = times[choice.kernel.to_json(), json.dumps(choice.key.to_json())]
+            of_key = times[choice.kernel.to_json(), _text(choice.key.to_json())]
             found[f"{choice.kernel.name} {choice.key}"] = (
-                of_key[json.dumps(choice.winner.to_json())] / min(of_key.values()) - 1
+                of_key[_text(choice.winner.to_json())] / min(of_key.values()) - 1
             )
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def profile() -> DeviceProfile:
 
 @pytest.fixture(autouse=True)
 def _path_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
 
 
 def _manifest(profile: DeviceProfile, plugin: str, section: dict[str, Any], **policy: Any) -> Manifest:
@@ -75,7 +76,7 @@ def bad(profile: DeviceProfile, tmp_path_factory: pytest.TempPathFactory) -> Ite
     kernels = ["hangs_at_128", "crashes_at_32", "wavers_at_128", "touches_little"]
     section = {"kernels": kernels, "pool_bytes": 1 << 30}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(SUPPORT))
+        patched.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
         output = tmp_path_factory.mktemp("bad") / "bundle.tar"
         result, held, _ = _build(profile, output, "gpuworkload:WORKLOAD", section)
         yield result, held
