@@ -41,6 +41,7 @@ class State:
         spec: the workload's section as it ran.
         run: the run's configuration.
         bundle: digest of the bundle; None of a stock run.
+        step_batches: batches of one step, over all pairs and ranks; None in older checkpoints, of one pair.
     """
 
     step: int
@@ -49,9 +50,15 @@ class State:
     spec: Mapping[str, Any]
     run: Mapping[str, Any]
     bundle: str | None
+    step_batches: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "dflash": __version__, **dataclasses.asdict(self)}
+
+
+def folder(output: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return output / f"{PREFIX}{step:08d}"
 
 
 def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -63,12 +70,12 @@ def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Pat
     Raises:
         TrainingStoppedError: it cannot be written: no room, no right. What stood there before is still whole.
     """
-    final = output / f"{PREFIX}{state.step:08d}"
+    final = folder(output, state.step)
     cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        with _replacing(final) as folder:
-            save_file(cpu, folder / _TENSORS)
-            (folder / _STATE).write_text(json.dumps(state.to_json(), indent=1))
+        with _replacing(final) as place:
+            save_file(cpu, place / _TENSORS)
+            (place / _STATE).write_text(json.dumps(state.to_json(), indent=1))
     except (OSError, SafetensorError) as error:
         raise TrainingStoppedError(
             f"checkpoint: `{final}` cannot be written ({error}); wanted room for {devices.gib(_bytes(cpu))}",
@@ -210,6 +217,7 @@ def _check_kinds(state: State) -> None:
         "spec": isinstance(state.spec, dict) and all(isinstance(part, dict) for part in state.spec.values()),
         "run": isinstance(state.run, dict),
         "bundle": state.bundle is None or isinstance(state.bundle, str),
+        "step_batches": state.step_batches is None or (_is_count(state.step_batches) and state.step_batches > 0),
         "loader": isinstance(loader, dict)
         and loader.keys() == {"epoch", "next", "waiting"}
         and _is_count(loader["epoch"])
@@ -234,11 +242,16 @@ def _are_visits(bucket: str, visits: Any) -> bool:
     )
 
 
-def check_same_run(state: State, spec: Spec, seed: int, bundle: str | None, *, other_bundle: bool) -> None:
+def check_same_run(
+    state: State, spec: Spec, seed: int, bundle: str | None, step_batches: int, *, other_bundle: bool
+) -> None:
     """Refuses to go on with what another run left, naming everything that differs.
 
+    How many pairs and ranks share the batches of a step is no difference: the steps are the same.
+
     Raises:
-        ResumeError: another drafter, seed or data; or another bundle and nobody said that it may be.
+        ResumeError: another drafter, seed, data or number of batches in a step; or another bundle and nobody said that
+            it may be.
     """
     now = spec.to_json()
     pairs = [("seed", state.seed, seed)]
@@ -246,7 +259,12 @@ def check_same_run(state: State, spec: Spec, seed: int, bundle: str | None, *, o
         theirs = state.spec.get(part, {})
         names = sorted({*now[part], *theirs})
         pairs += [(f"{part}.{name}", theirs.get(name), now[part].get(name)) for name in names]
-    reasons = [f"{name}: `{then}`; now `{here}`" for name, then, here in pairs if then != here]
+    reasons = [f"{name}: `{before}`; now `{here}`" for name, before, here in pairs if before != here]
+    then = state.step_batches if state.step_batches is not None else state.run.get("batch", {}).get("accumulate")
+    if then != step_batches:
+        reasons.append(
+            f"batches of a step: `{then}`; now `{step_batches}`, ranks × pairs × accumulation: --accumulate can keep it"
+        )
     if state.bundle != bundle and not other_bundle:
         reasons.append(f"bundle: `{state.bundle}`; now `{bundle}`; --other-bundle allows it")
     if reasons:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,15 +15,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import dflash
-from dflash import config, errors, render
+from dflash import config, errors, placement, ranks, render
 from dflash.config import RunConfig
 from dflash.errors import ExitCode
 from dflash.stop import Stop, Terminated, terminable
 from kernelbake.errors import InputError, KernelbakeError
 
 if TYPE_CHECKING:
-    from dflash.launch import Plan, Started
-    from dflash.memory import Peak
+    from dflash.launch import Plan, Recorded, Started
+    from dflash.trainer import StepReport, Trainer
     from kernelbake.preflight import Preflight
     from kernelbake.workload import Footprint
 
@@ -42,7 +44,10 @@ _OPTIONS = (
     ("--loss-weights", "loss.weights", str, "KIND", "Of a block's positions: `decay` or `d-pace`."),
     ("--data", "data.source", str, "SOURCE", "A JSONL or parquet file, a Hub id, or `python-stdlib`."),
     ("--seed", "seed", int, "N", "Of weights, order and anchors."),
-    ("--devices", "devices", str, "T[:D]", "GPUs of target and drafter."),
+    ("--devices", "devices", str, "T[:D],…", "GPUs of target and drafter of each pair."),
+    ("--dp-pairs", "dp_pairs", int, "N", "Pairs that train side by side; without --devices on one GPU each."),
+    ("--watchdog-seconds", "watchdog_seconds", float, "X", "Stop a run in which nothing moves for so long."),
+    ("--wandb", "tracking.wandb", str, "PROJECT", "Tell a project of Weights & Biases too."),
     ("--output", "output", str, "DIR", "Checkpoints, metrics and the served drafter."),
     ("--checkpoint-every", "checkpoint_every", int, "N", "Steps between two checkpoints."),
     ("--resume", "resume", str, "DIR", "A checkpoint, or `latest` of the output folder."),
@@ -55,6 +60,8 @@ def _run_options(function: Callable[..., Any]) -> Callable[..., Any]:
         function = click.option(flag, type=kind, metavar=metavar, help=text)(function)
     function = click.option("--buckets", metavar="N,N", help="Padded lengths, ascending.")(function)
     function = click.option("--other-bundle", is_flag=True, help="Resume what another bundle trained.")(function)
+    text = "Write event files for TensorBoard too."
+    function = click.option("--tensorboard", is_flag=True, default=None, help=text)(function)
     text = "Replay the target's forward pass as CUDA graphs.  [default: where it can be done]"
     function = click.option("--graphs/--no-graphs", default=None, help=text)(function)
     text = "One setting, as in the file; repeatable."
@@ -70,6 +77,7 @@ def _load(file: Path | None, settings: tuple[str, ...], given: dict[str, Any]) -
         options["batch.buckets"] = [int(part) if part.strip().isdecimal() else part for part in parts]
     options["other_bundle"] = given["other_bundle"] or None
     options["graphs"] = given["graphs"]
+    options["tracking.tensorboard"] = given["tensorboard"]
     return config.load(file, settings, options)
 
 
@@ -91,7 +99,21 @@ def cli() -> None:
 @_run_options
 @click.option("--stock", is_flag=True, help="Do not freeze: Triton tunes and compiles as usual, for comparison.")
 @click.option("--compile", "compile_", is_flag=True, help="torch.compile; refused with a frozen bundle.")
-def train(file: Path | None, settings: tuple[str, ...], stock: bool, compile_: bool, **given: Any) -> None:
+@click.option("--record", is_flag=True, help="Hold every launch that is made against the plan; with --stock too.")
+@click.option("--profile", is_flag=True, help="Show where the time of a step goes.")
+@click.option(
+    "--profile-trace", type=click.Path(path_type=Path), metavar="FILE", help="Trace three steps, for Perfetto."
+)
+def train(
+    file: Path | None,
+    settings: tuple[str, ...],
+    stock: bool,
+    compile_: bool,
+    record: bool,
+    profile: bool,
+    profile_trace: Path | None,
+    **given: Any,
+) -> None:
     """Train a drafter from a bundle: preflight, freeze, load, steps, checkpoint."""
     if compile_:
         raise InputError(
@@ -101,13 +123,30 @@ def train(file: Path | None, settings: tuple[str, ...], stock: bool, compile_: b
     from dflash import launch
 
     stop = _stop()
-    plan = launch.settle(_load(file, settings, given))
+    here = ranks.from_environment()
+    if not here.leads:
+        render.only_errors()
+    plan = launch.settle(launch.placed(_load(file, settings, given), here))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(launch.holding(Path(plan.run.output)))
-        footprints = () if stock else _preflight(plan).footprints
+        stack.enter_context(ranks.joined(here))
+        here.together(lambda: stack.enter_context(launch.holding(Path(plan.run.output))) if here.leads else None)
+        wanted = record or (not stock and here.local_rank == 0)  # one for all ranks of a host
+        found = here.together(lambda: _preflight(plan) if wanted else None)
         with render.doing("start without a frozen cache" if stock else "freeze"):
             started = stack.enter_context(launch.started(plan, stock=stock))
-        _train(plan, started, stop, footprints)
+        recorded = stack.enter_context(launch.recording(found)) if record and found is not None else None
+        footprints = here.gather(() if stock or found is None else found.footprints)[0]
+        _train(plan, started, stop, footprints, _Asked(here, profile, profile_trace, recorded))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a person wants to know of a run beside its steps, and which rank of it this is."""
+
+    ranks: ranks.Ranks
+    profile: bool
+    trace: Path | None
+    recorded: Callable[[], Recorded] | None
 
 
 def _stop() -> Stop:
@@ -131,38 +170,68 @@ def _preflight(plan: Plan) -> Preflight:
     return found
 
 
-def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint, ...]) -> None:
-    from dflash import trainer
+def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint, ...], asked: _Asked) -> None:
+    from dflash import profiling, trainer
 
     bundle = plan.held.digest if started.frozen else None
-    job = trainer.Job(plan.run, plan.spec, bundle, plan.interpreted, footprints)
+    job = trainer.Job(plan.run, plan.spec, bundle, plan.interpreted, footprints, asked.ranks)
     with render.doing(f"load target `{plan.spec.target.model}`"):
         made = trainer.build(job)
     for text in (made.description(), *made.notes, *(peak.line() for peak in made.peaks() if peak.predicted_bytes)):
         render.note(text)
+    made.sinks = started.sinks
+    made.profiler = profiling.Profiler(made.pairs) if asked.profile else None
     reports: list[trainer.StepReport] = []
     try:
-        with render.training(plan.run.steps) as show:
-            for report in trainer.train(made, stop):
+        with render.training(plan.run.steps) as show, profiling.traced(asked.trace, plan.run.steps) as traced:
+            for report in trainer.train(made, stop, _end_at_once):
                 reports.append(report)
                 show(report)
+                traced()
     except BaseException:
-        _sum_up(job.output, started, reports, made.peaks(), stopped=True)
+        _sum_up(made, started, reports, asked, stopped=True)
         raise
-    _sum_up(job.output, started, reports, made.peaks(), stopped=False)
+    _sum_up(made, started, reports, asked, stopped=False)
     if made.validation is not None:
         render.note(made.validation.line())
-    render.line(str(job.output / "drafter"))
+    if asked.ranks.leads:
+        render.line(str(job.output / "drafter"))
 
 
-def _sum_up(output: Path, started: Started, reports: list[Any], peaks: list[Peak], *, stopped: bool) -> None:
-    """Writes the summary and the counts; what stopped the run is worth more than a summary that cannot be written."""
+def _end_at_once(error: KernelbakeError) -> None:
+    """Ends a process whose main thread hangs, with the stacks of all threads."""
+    render.error(error)
+    render.stacks()
+    os._exit(error.exit_code)
+
+
+def _sum_up(made: Trainer, started: Started, reports: list[StepReport], asked: _Asked, *, stopped: bool) -> None:
+    """Writes the summary and the counts; what stopped the run is worth more than a summary that cannot be written.
+
+    Raises:
+        TrainingStoppedError: it cannot be written.
+        UnplannedError: a run that was recorded has left its plan.
+    """
     from dflash import launch
 
+    peaks = made.peaks()
     for text in (*started.proof.lines(), *(peak.line() for peak in peaks if peak.measured_bytes is not None)):
         render.note(text)
+    profile = made.profiler.profile(reports) if made.profiler is not None and not stopped else None
+    if profile is not None:
+        render.profile(profile)
+    recorded = asked.recorded() if asked.recorded is not None else None
+    if recorded is not None:
+        render.note(recorded.line())
+    more = {
+        "profile": profile.to_json() if profile is not None else None,
+        "recorded": dataclasses.asdict(recorded) if recorded is not None else None,
+    }
     try:
-        launch.write_summary(output, started, reports, peaks)
+        if asked.ranks.leads:
+            launch.write_summary(made.job.output, started, reports, peaks, **more)
+        if recorded is not None and not stopped:
+            recorded.check()
     except errors.TrainingStoppedError as error:
         if not stopped:
             raise
@@ -198,7 +267,7 @@ def evaluate(drafter: Path, devices: str, cpu: bool, **given: Any) -> None:
     of a bundle.
     """
     try:
-        parsed = config.Devices.parse(devices)
+        parsed = placement.Devices.parse(devices)
     except ValueError as error:
         raise InputError(f"--devices: found `{devices}`; wanted `T` or `T:D`, the numbers of two GPUs") from error
     from dflash import evaluation
@@ -266,6 +335,10 @@ def _code(function: Callable[[], Any]) -> int:
         return _refuse(InputError(f"{command}: {error.format_message().rstrip('.')}", hint=f"see {command} --help"))
     except click.ClickException as error:
         return _refuse(InputError(f"dflash: {error.format_message().rstrip('.')}"))
+    except (errors.HangError, errors.RankLostError) as error:
+        code = _refuse(error)
+        render.flush()
+        os._exit(code)  # threads and devices that wait for others would keep this process from ending
     except KernelbakeError as error:
         return _refuse(error)
     except Exception:

@@ -11,13 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash import placement
+from dflash.placement import Devices
 from dflash.recipe import D_PACE, LossConfig
 from dflash.schema import LARGEST_FP32, Reader
 from dflash.spec import DTYPES, LAYOUTS, Axes, DataSpec, LossSpec, Spec, read_options
+from dflash.tracking import TrackingConfig
 from kernelbake.errors import InputError
 from kernelbake.workload import Fault
 
 SCHEDULES = ("cosine", "constant")
+
+LONGEST_WATCH = 30 * 86400.0
 
 _BELOW_ONE = 0.999999  # at 1, a moment never takes a gradient in, and AdamW's bias correction divides by 0
 _SMALLEST_EPS = 1e-30  # at 0, a weight without a gradient becomes 0 / 0
@@ -142,26 +147,6 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Devices:
-    """The pair's devices: numbers of GPUs; under the interpreter both are the CPU."""
-
-    target: int
-    drafter: int
-
-    @classmethod
-    def parse(cls, text: str) -> Devices:
-        """``"0"`` or ``"0:1"``.
-
-        Raises:
-            ValueError: the text is neither.
-        """
-        parts = text.split(":")
-        if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
-            raise ValueError(text)
-        return cls(int(parts[0]), int(parts[-1]))
-
-
-@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """One training run.
 
@@ -172,7 +157,9 @@ class RunConfig:
         steps: optimizer steps.
         seed: of weights, order and anchors.
         gamma: scale of the loss's decay over a block; None is the paper's for the block size.
-        devices: of the pair.
+        devices: of each pair; None is one GPU for each, from 0 on.
+        dp_pairs: how many pairs; None is as many as ``devices`` has, or one. Under ``torchrun``: on each host.
+        watchdog_seconds: how long nothing may move before the run is stopped.
         output: folder of checkpoints, metrics and the served drafter.
         checkpoint_every: steps between two checkpoints; None saves at the end only.
         resume: a checkpoint's folder, or ``latest`` of the output folder.
@@ -186,7 +173,9 @@ class RunConfig:
     steps: int
     seed: int
     gamma: float | None
-    devices: Devices
+    devices: tuple[Devices, ...] | None
+    dp_pairs: int | None
+    watchdog_seconds: float
     output: str
     checkpoint_every: int | None
     resume: str | None
@@ -196,9 +185,11 @@ class RunConfig:
     optimizer: OptimizerConfig
     data: DataConfig
     loss: LossConfig
+    tracking: TrackingConfig
 
     @classmethod
     def read(cls, reader: Reader) -> RunConfig:
+        devices, dp_pairs = placement.read(reader)
         config = cls(
             bundle=reader.text("bundle", None),
             require_signature=reader.text("require_signature", None),
@@ -206,7 +197,9 @@ class RunConfig:
             steps=reader.integer("steps", 1000),
             seed=reader.integer("seed", 0, low=0),
             gamma=reader.number("gamma", None, low=1e-3),
-            devices=_devices(reader),
+            devices=devices,
+            dp_pairs=dp_pairs,
+            watchdog_seconds=reader.number("watchdog_seconds", 600.0, low=1.0, high=LONGEST_WATCH),
             output=reader.text("output", "runs/drafter"),
             checkpoint_every=reader.integer("checkpoint_every", None),
             resume=reader.text("resume", None),
@@ -216,24 +209,21 @@ class RunConfig:
             optimizer=OptimizerConfig.read(reader.section("optimizer", required=False)),
             data=DataConfig.read(reader.section("data", required=False)),
             loss=LossConfig.read(reader.section("loss", required=False)),
+            tracking=TrackingConfig.read(reader.section("tracking", required=False)),
         )
         if config.gamma is not None and config.loss.weights == D_PACE and reader.good("gamma"):
             reader.fault("gamma", f"given with `loss.weights: {D_PACE}`; wanted it with decaying weights only")
         reader.done()
         return config
 
+    @property
+    def pairs(self) -> tuple[Devices, ...]:
+        """The devices of each pair."""
+        return self.devices or placement.numbered(self.dp_pairs or 1)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the run's record."""
         return dataclasses.asdict(self)
-
-
-def _devices(reader: Reader) -> Devices:
-    found = reader.raw("devices")
-    try:
-        return Devices.parse("0" if found is None else str(found))
-    except ValueError:
-        reader.fault("devices", f"found `{found!r:.40}`; wanted `T` or `T:D`, the numbers of the pair's GPUs")
-        return Devices(0, 0)
 
 
 def load(path: Path | None, settings: Sequence[str], options: Mapping[str, Any]) -> RunConfig:

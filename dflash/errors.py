@@ -18,8 +18,10 @@ __all__ = [
     "HangError",
     "InterruptedRunError",
     "PairError",
+    "RankLostError",
     "ResumeError",
     "TrainingStoppedError",
+    "UnplannedError",
 ]
 
 
@@ -57,8 +59,28 @@ class PairError(TrainingStoppedError):
             self.exit_code = exit_code
 
 
+class RankLostError(TrainingStoppedError):
+    """Another rank failed, or no longer answers.
+
+    Args:
+        message, hint, reasons: as for every error.
+        exit_code: of what it failed with, where that is known.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, reasons: Iterable[str] = (), exit_code: int | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, reasons=reasons)
+        if exit_code is not None:
+            self.exit_code = ExitCode(exit_code)
+
+
 class HangError(TrainingStoppedError):
     """Nothing moved for too long. Threads may hang still: the process has to be ended without waiting for them."""
+
+
+class UnplannedError(KernelbakeError):
+    """A run made launches that its plan does not have: the plan is wrong, and so is a bundle made from it."""
 
 
 class AcceptanceError(KernelbakeError):

@@ -9,10 +9,10 @@ import torch
 
 from dflash import checkpoint, data, devices, evaluate, export, hub, sources
 from dflash import target as targets
-from dflash.config import Devices
 from dflash.drafter import Drafter
 from dflash.evaluate import OnProgress, Prompt, Report, Settings
 from dflash.export import Served
+from dflash.placement import Devices
 from dflash.spec import Axes, DataSpec, Spec
 from dflash.target import Target
 from kernelbake.errors import InputError

@@ -21,6 +21,7 @@ import torch
 
 from dflash.alarm import Alarm
 from dflash.optimizer import Optimizer
+from dflash.ranks import Ranks
 
 PIECE = 64 * 2**20
 """Elements of a piece: 256 MiB. Small enough for the last one to end soon after the backward pass, large enough for the
@@ -35,6 +36,11 @@ def pieces(length: int, shares: int, size: int = PIECE) -> list[slice]:
     size = max(size // shares, 1) * shares
     ends = list(range(length, 0, -size))
     return [slice(max(end - size, 0), end) for end in reversed(ends)]
+
+
+def scratch_bytes(length: int, shares: int, size: int = PIECE) -> int:
+    """Memory that an exchange holds for what others send, on each of their devices."""
+    return min(length, size) // shares * shares * 4
 
 
 class Exchange(Protocol):
@@ -234,16 +240,17 @@ class RankExchange:
 
     Args:
         flat: the flat buffer of this rank's pair.
-        rank, world: which of how many.
+        ranks: this one among the others.
         group: of all ranks, used for nothing else; its collectives are launched in the same order everywhere.
         alarm: of the run.
         size: elements of a piece.
     """
 
-    def __init__(self, flat: torch.Tensor, rank: int, world: int, group: Any, alarm: Alarm, size: int = PIECE) -> None:
-        self.pieces = pieces(len(flat), world, size)
+    def __init__(self, flat: torch.Tensor, ranks: Ranks, group: Any, alarm: Alarm, size: int = PIECE) -> None:
+        self.pieces = pieces(len(flat), ranks.world, size)
         self._flat = flat
-        self._rank, self._world, self._group = rank, world, group
+        self._ranks = ranks
+        self._group = group
         self._alarm = alarm
         largest = max(piece.stop - piece.start for piece in self.pieces)
         self._received = torch.empty(largest, device=flat.device)
@@ -257,11 +264,13 @@ class RankExchange:
         received = self._received[: len(part)]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
-        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+        on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
+        with self._ranks.telling_who_left(), on_stream:
             dist.all_to_all_single(received, part, group=self._group)
-            shares = list(received.chunk(self._world))
-            add_in_order(shares, shares[self._rank])
-            dist.all_gather_into_tensor(part, shares[self._rank], group=self._group)
+            shares = list(received.chunk(self._ranks.world))
+            own = shares[self._ranks.rank]
+            add_in_order(shares, own)
+            dist.all_gather_into_tensor(part, own, group=self._group)
 
     def finish(self, pair: int) -> None:
         self._alarm.check()

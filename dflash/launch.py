@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash import capturable, section
+from dflash import capturable, section, tracking
 from dflash.config import RunConfig
-from dflash.errors import TrainingStoppedError
+from dflash.errors import TrainingStoppedError, UnplannedError
+from dflash.placement import numbered
+from dflash.ranks import Ranks
 from dflash.spec import Spec
 from dflash.workload import WORKLOAD
 from kernelbake.errors import BundleError, InputError, LockedError
@@ -69,6 +71,7 @@ def settle(run: RunConfig) -> Plan:
     held = workload_of(run.bundle, trusted=trusted(run))
     if held.plugin != WORKLOAD.name:
         raise InputError(f"bundle `{run.bundle}`: made for workload `{held.plugin}`; wanted `{WORKLOAD.name}`")
+    tracking.check(run.tracking)
     spec = section.of_run(run, held.section)
     _check_devices(run, interpreted=held.made == INTERPRETED)
     capturable.check(run.graphs, spec, interpreted=held.made == INTERPRETED)
@@ -76,8 +79,30 @@ def settle(run: RunConfig) -> Plan:
 
 
 def _check_devices(run: RunConfig, *, interpreted: bool) -> None:
-    if interpreted and (run.devices.target or run.devices.drafter):
-        raise InputError("devices: the bundle was made by the interpreter, which has one device; wanted `0`")
+    all_numbered = set(numbered(max((pair.target for pair in run.pairs), default=0) + 1))
+    if interpreted and not set(run.pairs) <= all_numbered:
+        raise InputError(
+            "devices: the bundle was made by the interpreter, which has one device; wanted `0`",
+            hint="--dp-pairs makes several pairs on it",
+        )
+
+
+def placed(run: RunConfig, ranks: Ranks) -> RunConfig:
+    """The run of this process: with ``torchrun`` each has the pair of its local rank.
+
+    Raises:
+        InputError: ``torchrun`` started another number of processes on this host than there are pairs.
+    """
+    if ranks.world == 1:
+        return run
+    given = run.devices is not None or run.dp_pairs is not None
+    pairs = run.pairs if given else numbered(ranks.local_world)
+    if len(pairs) != ranks.local_world:
+        raise InputError(
+            f"torchrun: `{ranks.local_world}` processes on this host for `{len(pairs)}` pairs; wanted one each",
+            hint="--nproc-per-node sets the processes; without torchrun one process has all pairs as threads",
+        )
+    return dataclasses.replace(run, devices=(pairs[ranks.local_rank],), dp_pairs=None)
 
 
 def check(plan: Plan, on_progress: OnProgress) -> Preflight:
@@ -131,10 +156,12 @@ class Started:
     Args:
         frozen: the frozen bundle; None of a stock run.
         proof: counts what must not happen from now on.
+        sinks: who is told of every step beside the log.
     """
 
     frozen: Frozen | None
     proof: Proof
+    sinks: tuple[tracking.Sink, ...] = ()
 
 
 @contextlib.contextmanager
@@ -147,6 +174,7 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
 
     Raises:
         BundleError, MisfitError: as ``kernelbake.freeze.freeze``.
+        InputError: someone who is to be told cannot be.
     """
     if plan.interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -155,11 +183,13 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
 
     assert plan.run.bundle is not None
     with contextlib.ExitStack() as stack:
+        leads = os.environ.get("RANK", "0") == "0"  # of torchrun
+        sinks = stack.enter_context(tracking.opened(plan.run)) if leads else ()
         frozen = None
         if not stock:
             from kernelbake.freeze import freeze
 
-            numbers = sorted({plan.run.devices.target, plan.run.devices.drafter})
+            numbers = sorted({gpu for pair in plan.run.pairs for gpu in (pair.target, pair.drafter)})
             with devices.importing_fla():
                 wanted = None if plan.interpreted else numbers
                 frozen = stack.enter_context(freeze(plan.run.bundle, wanted, trusted=trusted(plan.run)))
@@ -168,7 +198,7 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # what matters of its warnings is an error of ours, or stands in the bundle
-        yield Started(frozen, proof.start())
+        yield Started(frozen, proof.start(), sinks)
 
 
 def _check_same_bundle(plan: Plan, digest: str) -> None:
@@ -184,7 +214,59 @@ def _check_same_bundle(plan: Plan, digest: str) -> None:
         )
 
 
-def write_summary(output: Path, started_: Started, reports: list[Any], peaks: Sequence[Any] = ()) -> None:
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """The launches that a run made, beside its plan.
+
+    Args:
+        common: launches, told apart by key and class of arguments, that are planned and were made.
+        unplanned: made and not planned, one line each.
+        unmet: planned and not made: the run has met no batch that needs them.
+    """
+
+    common: int
+    unplanned: tuple[str, ...]
+    unmet: tuple[str, ...]
+
+    def line(self) -> str:
+        """For people."""
+        plural = "es" if self.common != 1 else ""
+        return (
+            f"recorded: {self.common} launch{plural} as planned, {len(self.unplanned)} outside the plan, "
+            f"{len(self.unmet)} planned and not met"
+        )
+
+    def check(self) -> None:
+        """Refuses launches outside the plan.
+
+        Raises:
+            UnplannedError: with all of them.
+        """
+        if self.unplanned:
+            raise UnplannedError(
+                f"record: {len(self.unplanned)} launches outside the plan; wanted only what the preflight planned",
+                reasons=self.unplanned,
+                hint="the plan is wrong: please report it with the lines above",
+            )
+
+
+@contextlib.contextmanager
+def recording(found: Preflight) -> Iterator[Callable[[], Recorded]]:
+    """Holds every launch of this process against the plan of its preflight; what it yields says how it stands."""
+    from kernelbake import preflight as preflights
+
+    with preflights.recording(found.plan) as difference:
+
+        def recorded() -> Recorded:
+            made = difference()
+            return Recorded(made.common, made.unplanned, made.unmet)
+
+        yield recorded
+
+
+def write_summary(
+    output: Path, started_: Started, reports: list[Any], peaks: Sequence[Any] = (), **more: dict[str, Any] | None
+) -> None:
     """Writes ``summary.json``: what a run came to, also when it was stopped.
 
     Args:
@@ -192,6 +274,7 @@ def write_summary(output: Path, started_: Started, reports: list[Any], peaks: Se
         started_: its process.
         reports: of its steps.
         peaks: memory of each device, predicted and measured.
+        more: what else was asked for: ``profile``, ``recorded``; None was not.
 
     Raises:
         TrainingStoppedError: it cannot be written.
@@ -204,6 +287,7 @@ def write_summary(output: Path, started_: Started, reports: list[Any], peaks: Se
         "steps": len(reports),
         "losses": [report.loss for report in reports],
         "memory": [dataclasses.asdict(peak) for peak in peaks],
+        **{name: value for name, value in more.items() if value is not None},
     }
     path = output / "summary.json"
     partial = path.with_name(f".{path.name}.partial")

@@ -23,8 +23,10 @@ LIBRARY_BYTES = 64 * 2**20
 """Work space that cuBLAS holds on a Hopper or Blackwell GPU, as torch gives it: 32 MiB for each thread that multiplies,
 and there are two, the step's and the backward pass's. No shadow run sees it."""
 
-_MASTER_BYTES = 4 * 4
+MASTER_BYTES = 4 * 4
 """Of a parameter in the optimizer: master, gradient and two moments, all fp32."""
+
+OPTIMIZER = "masters, gradients and moments of the optimizer"
 
 _LOWER = "lower --max-anchors, --batch-size or the largest of --buckets"
 _LOWER_TARGET = "lower --batch-size or the largest of --buckets"
@@ -57,7 +59,7 @@ def needs(spec: Spec, target_device: torch.device, drafter_device: torch.device)
     found = [
         Need(target_device, "the target's weights", target.parameter_bytes(spec.target, dtype)),
         Need(drafter_device, "the drafter's weights", count * dtype.itemsize),
-        Need(drafter_device, "masters, gradients and moments of the optimizer", count * _MASTER_BYTES),
+        Need(drafter_device, OPTIMIZER, count * MASTER_BYTES),
     ]
     if target_device != drafter_device:
         head = spec.target.vocab_size * spec.target.hidden_size * dtype.itemsize

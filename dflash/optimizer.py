@@ -8,7 +8,7 @@ flat buffer, which is what pairs exchange.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -104,6 +104,18 @@ class Optimizer:
                     self.on_added(number)
 
         return hook
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a gradient or a loss was not finite, since when nothing is updated. Waits for the device."""
+        return bool(self._halted)
+
+    @torch.no_grad()
+    def take_weights(self, masters: Sequence[torch.Tensor]) -> None:
+        """Takes over the weights of another drafter, to the bit."""
+        for master, weight, other in zip(self.masters, self._weights, masters, strict=True):
+            master.copy_(other)
+            weight.copy_(master)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name: ``master.fc.weight``, ``exp_avg.fc.weight`` …; no copies."""

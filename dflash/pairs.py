@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -26,7 +27,15 @@ from dflash.target import Target
 CHUNK_ROWS = 1024
 """Block rows whose logits exist at the same time: 0.5 GiB in bf16 at a vocabulary of 248,320."""
 
-WAITING, IDLE = "exchange of gradients", "pause between steps"
+TARGET, WAITING, IDLE = "target", "exchange of gradients", "pause between steps"
+
+
+class Clock(Protocol):
+    """Is told when a step and each part of it begins."""
+
+    def starts(self) -> None: ...
+
+    def begins(self, part: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +91,8 @@ class Pair:
             depends on it.
         shape: of the batch at work, for messages.
         updates: optimizer steps launched.
+        since: when the part at work began, by ``time.monotonic``.
+        clock: times the parts; None where nobody asks.
     """
 
     def __init__(
@@ -102,12 +113,13 @@ class Pair:
         self.shape: Shape | None = None
         self.outbox: Outbox | None = None
         self.updates = 0
+        self.clock: Clock | None = None
         self.overlaps = self.device != target.device and self.device.type == target.device.type == "cuda"
         self._head_VE = target.head_VE.detach().to(self.device)
         self._ahead: _Prepared | None = None
         self._arrivals = torch.cuda.Stream(self.device) if self.overlaps else None
         self._computed: torch.cuda.Event | None = None
-        self._since = time.monotonic()
+        self.since = time.monotonic()
         self.train_with(objective)
 
     def train_with(self, objective: Objective) -> None:
@@ -133,12 +145,14 @@ class Pair:
 
     def _begin(self, part: str) -> None:
         self.part = part
-        self._since = time.monotonic()
+        self.since = time.monotonic()
+        if self.clock is not None:
+            self.clock.begins(part)
 
     def stuck(self) -> str | None:
         """What the pair hangs in, for messages; None where it waits for other pairs or for work."""
         if self.part not in (WAITING, IDLE):
-            return f"the {self.part}, for {time.monotonic() - self._since:.0f} s, at {self.shape}"
+            return f"the {self.part}, for {time.monotonic() - self.since:.0f} s, at {self.shape}"
         if self._computed is not None and not self._computed.query():
             return f"the devices have not finished what was launched, at {self.shape}"
         return None
@@ -156,6 +170,8 @@ class Pair:
         """
         if weight_sum is None:
             weight_sum = sum(batch.weight_sum for batch in batches)
+        if self.clock is not None:
+            self.clock.starts()
         following = [*batches[1:], upcoming]
         parts = [
             self.accumulate(batch, weight_sum or 1.0, after, is_last=place == len(batches))
@@ -218,7 +234,7 @@ class Pair:
         destination's current stream wait for them: that must not be the drafter's, whose work on the batch before is
         launched later.
         """
-        self._begin("target")
+        self._begin(TARGET)
         self.shape = batch.shape
         with devices.current(self.target.device):
             there = batch.on(self.target.device)

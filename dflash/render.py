@@ -6,6 +6,7 @@ stdout is data: the path of what was made, JSON. stderr is everything else. Plai
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dflash.profiling import Profile
     from dflash.trainer import StepReport
     from kernelbake.errors import KernelbakeError
 
@@ -31,28 +33,53 @@ def data(value: Any) -> None:
     line(json.dumps(value, indent=2, allow_nan=False))
 
 
+_says = {"progress": True}
+
+
+def only_errors() -> None:
+    """From now on this process says nothing else: one of several ranks tells."""
+    _says["progress"] = False
+
+
 def note(text: str) -> None:
     """One line that is no data."""
+    if _says["progress"]:
+        _write(text)
+
+
+def _write(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def error(failure: KernelbakeError) -> None:
     """A refusal: its message, all its reasons, its hint."""
-    note(f"error: {failure}")
+    _write(f"error: {failure}")
 
 
 def fault(text: str) -> None:
     """An exception that no one expected."""
-    note(text.rstrip())
-    note(REPORT_HINT)
+    _write(text.rstrip())
+    _write(REPORT_HINT)
+
+
+def stacks() -> None:
+    """Where every thread of this process is."""
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    sys.stderr.flush()
+
+
+def flush() -> None:
+    """Writes what is still held back."""
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
     """Says what is being done, and how long it took."""
     begin = time.monotonic()
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and _says["progress"]:
         from rich.console import Console
 
         with Console(stderr=True).status(what):
@@ -66,7 +93,7 @@ def doing(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _bar(description: str) -> Iterator[Any]:
     """A rich progress bar on a terminal, None elsewhere."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or not _says["progress"]:
         yield None
         return
     from rich.console import Console
@@ -139,6 +166,32 @@ def training(steps: int) -> Iterator[Callable[[StepReport], None]]:
                 note(f"step {report.step}/{steps}  {_step(report)}")
 
         yield show
+
+
+def profile(found: Profile) -> None:
+    """A table of each pair: where the time of a step goes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    for pair in found.pairs:
+        title = f"pair {pair.pair}: a step takes {found.step_ms:.1f} ms (mean of {pair.steps} after the first)"
+        table = Table("part", title=title, title_justify="left")
+        for name in ("device ms", "of the step", "host ms"):
+            table.add_column(name, justify="right")
+        rows: list[tuple[str, float | None, float | None]] = [
+            *((part, device, host) for part, (device, host) in pair.parts.items()),
+            ("device without work", pair.idle_ms, None),
+            ("wait for batches", None, found.data_ms),
+            ("everything else", None, found.rest_ms),
+        ]
+        for part, device, host in rows:
+            share = f"{device / max(found.step_ms, 1e-9):.1%}" if device is not None else ""
+            table.add_row(part, _ms(device), share, _ms(host))
+        Console(stderr=True).print(table)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _step(report: StepReport) -> str:

@@ -21,6 +21,7 @@ from dflash.buckets import Batch, Sample, Shape, assemble, bucket_for
 from dflash.errors import TrainingStoppedError
 from dflash.metrics import Scores
 from dflash.pairs import Pair
+from dflash.ranks import Ranks
 
 _VISIT = 0
 """The epoch of every visit: each validation draws the same anchors, so that losses can be compared over time."""
@@ -78,14 +79,23 @@ def batches(source: data.Source, shapes: Mapping[int, Shape], drafting: Drafting
 
 
 def validate(
-    pairs: Sequence[Pair], source: data.Source, shapes: Mapping[int, Shape], drafting: Drafting, seed: int
+    pairs: Sequence[Pair],
+    source: data.Source,
+    shapes: Mapping[int, Shape],
+    drafting: Drafting,
+    seed: int,
+    ranks: Ranks | None = None,
 ) -> Validation:
     """Runs all batches, on each pair in a thread of its own; no weight and no gradient changes.
+
+    Ranks make all batches and run each its part of them.
 
     Raises:
         TrainingStoppedError: a pair failed; the others stop after their batch.
     """
-    work = _Work(batches(source, shapes, drafting, seed))
+    world, rank = (ranks.world, ranks.rank) if ranks is not None else (1, 0)
+    numbered = enumerate(batches(source, shapes, drafting, seed))
+    work = _Work((number, batch) for number, batch in numbered if number % world == rank)
     threads = [
         threading.Thread(  # in the caller's context: what NumPy does about overflows belongs to it
             target=contextvars.copy_context().run, args=(work.run, pair), name=f"validation of pair {pair.number}"
@@ -98,7 +108,9 @@ def validate(
         thread.join()
     if work.failure is not None:
         raise work.failure
-    results = [work.results[number] for number in sorted(work.results)]
+    found = [work.results] if ranks is None else ranks.gather(work.results)
+    everything = {number: result for part in found for number, result in part.items()}
+    results = [everything[number] for number in sorted(everything)]
     size = 2 * (drafting.block_size - 1) + 2
     counts = [math.fsum(result.tally[place] for result in results) for place in range(size)]
     weight = math.fsum(result.weight for result in results)
@@ -122,8 +134,8 @@ class _Result:
 class _Work:
     """Batches that threads take one by one, and what came of them."""
 
-    def __init__(self, made: Iterator[Batch]) -> None:
-        self._batches = enumerate(made)
+    def __init__(self, numbered: Iterator[tuple[int, Batch]]) -> None:
+        self._batches = numbered
         self._lock = threading.Lock()
         self.results: dict[int, _Result] = {}
         self.failure: TrainingStoppedError | None = None
@@ -133,9 +145,10 @@ class _Work:
         try:
             while self.failure is None:
                 with self._lock:
-                    number, batch = next(self._batches, (-1, None))
-                if batch is None:
+                    taken = next(self._batches, None)
+                if taken is None:
                     return
+                number, batch = taken
                 self.results[number] = _step(pair, batch)
         except Exception as error:  # of any kind: the thread's last words must reach the caller
             lines = traceback.format_exception(error)

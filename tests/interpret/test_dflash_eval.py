@@ -15,8 +15,8 @@ import tinytarget
 import torch
 
 from dflash import checkpoint, cli, evaluation
-from dflash.config import Devices
 from dflash.evaluation import Request
+from dflash.placement import Devices
 from dflash.spec import Spec
 from kernelbake.errors import InputError
 

@@ -10,7 +10,8 @@ import dflashspec
 import pytest
 
 from dflash import config
-from dflash.config import Devices, OptimizerConfig, RunConfig
+from dflash.config import OptimizerConfig, RunConfig
+from dflash.placement import Devices, numbered
 from dflash.spec import Spec
 from kernelbake.errors import InputError
 
@@ -40,7 +41,7 @@ def test_numbers_are_numbers_in_every_spelling(text: str, tmp_path: Path) -> Non
         ("optimizer: {warmup: 2}", "optimizer.warmup: "),
         ("optimizer: {schedule: linear}", "optimizer.schedule: "),
         ("optimizer: {clip: 0}", "optimizer.clip: "),
-        ("devices: 0,1", "devices: "),
+        ("devices: 0,0", "devices: "),
         ("devices: a:b", "devices: "),
         ("batch: {buckets: [64, 32]}", "batch.buckets.1: "),
         ("batch: {size: 0}", "batch.size: "),
@@ -161,7 +162,26 @@ def test_duplicate_keys_and_broken_yaml_are_refused(tmp_path: Path) -> None:
 def test_devices() -> None:
     assert Devices.parse("1") == Devices(1, 1)
     assert Devices.parse("0:1") == Devices(0, 1)
-    assert load(sets=("devices=2",)).devices == Devices(2, 2)
+    assert load(sets=("devices=2",)).pairs == (Devices(2, 2),)
+    assert load().pairs == (Devices(0, 0),)
+    assert load().devices is None
+    assert load(sets=("devices=0:2,1:3",)).pairs == (Devices(0, 2), Devices(1, 3))
+    assert load(sets=("devices=[0:2, 1:3]", "dp_pairs=2")).pairs == (Devices(0, 2), Devices(1, 3))
+    assert load(sets=("dp_pairs=3",)).pairs == numbered(3)
+
+
+def test_all_that_is_wrong_with_devices_is_said_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        load(sets=("devices=0:1,1:2,2", "dp_pairs=2", "watchdog_seconds=0"))
+    assert [reason.partition(":")[0] for reason in caught.value.reasons] == [
+        "devices",
+        "devices",
+        "dp_pairs",
+        "watchdog_seconds",
+    ]
+    assert "GPU `1` in pairs `0` and `1`" in caught.value.reasons[0]
+    assert "GPU `2` in pairs `1` and `2`" in caught.value.reasons[1]
+    assert "found `2` with `3` pairs" in caught.value.reasons[2]
 
 
 def test_the_schedule_rises_and_falls() -> None:

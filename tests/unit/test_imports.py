@@ -45,10 +45,13 @@ DFLASH_LIGHT = {
     "dflash.cli",
     "dflash.config",
     "dflash.errors",
+    "dflash.placement",
+    "dflash.ranks",
     "dflash.recipe",
     "dflash.render",
     "dflash.schema",
     "dflash.spec",
+    "dflash.tracking",
     "dflash.workload",
 }
 """Modules of dflash that load no torch: what ``dflash --help``, a manifest and the preflight need."""
