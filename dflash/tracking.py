@@ -67,7 +67,7 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     figures = {f"train/{name}": line[name] for name in ("loss", "norm", "lr", "epoch", "seconds")}
     figures |= _scores("train", line["scores"])
     figures["train/tokens_per_s"] = line["num_tokens"] / max(line["seconds"], 1e-9)
-    return figures | {f"train/peak_gib/{device}": size / 2**30 for device, size in (line["peak_bytes"] or {}).items()}
+    return figures | {f"train/peak_gib/{device}": size / 2**30 for device, size in line["peak_bytes_by_device"].items()}
 
 
 def _scores(group: str, scores: Mapping[str, Any]) -> dict[str, float]:
