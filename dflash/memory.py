@@ -102,7 +102,8 @@ def step_needs(
     passes = [_Peak(item.case, "target", _target_peak(item, spec)) for item in footprints]
     rest = [_Peak(item.case, part.name, part.peak_bytes) for item in footprints for part in _behind_target(item)]
     handed = max((item.begun_bytes for footprint in footprints for item in _behind_target(footprint)[:1]), default=0)
-    found = [Need(device, "work space of libraries", LIBRARY_BYTES, True) for device in {target_device, drafter_device}]
+    gpus = {device for device in (target_device, drafter_device) if device.type == "cuda"}
+    found = [Need(device, "work space of libraries", LIBRARY_BYTES, True) for device in gpus]
     if graphed:
         found.append(Need(target_device, "CUDA graphs of the target's pass", _graph_bytes(passes, spec), True))
     if target_device == drafter_device:
