@@ -48,7 +48,8 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_covered_run_trains_without_any_work_at_run_time(baked: Path) -> None:
     """Its bucket is not in the manifest; every launch of it is in the bundle all the same, and the run says so."""
     options = ("--frozen-cache", "bundle.tar", "--buckets", "64", "--steps", "3", "--output", "run")
-    done = run("dflash", "train", *options, folder=baked)
+    watched = ("--record", "--profile", "--profile-trace", "run/trace.json", "--tensorboard")
+    done = run("dflash", "train", *options, *watched, folder=baked)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "run/drafter"
     assert "case bucket=64 anchors=4 batch=1 layout=padded dtype=float32 is not named" in done.stderr
@@ -64,6 +65,21 @@ def test_a_covered_run_trains_without_any_work_at_run_time(baked: Path) -> None:
     assert (memory["device"], memory["measured_bytes"]) == ("cpu", None)
     assert 10_000 < memory["predicted_bytes"] < 100_000_000
     assert "at bucket=64 anchors=4 " in memory["largest"]
+
+
+def test_whoever_watches_a_run_sees_it_and_makes_no_work(baked: Path) -> None:
+    """Of the run above: recorded launches, times of parts, a trace and event files, and still nothing at run time."""
+    summary = json.loads((baked / "run" / "summary.json").read_text())
+    assert summary["recorded"]["unplanned"] == summary["recorded"]["unmet"] == []
+    assert summary["recorded"]["common"] > 5
+    [pair] = summary["profile"]["pairs"]
+    parts = {name: times["device_ms"] for name, times in pair["parts"].items()}
+    assert list(parts) == ["target", "drafter", "head and loss", "backward pass", "optimizer"]
+    assert all(time > 0 for time in parts.values())
+    assert sum(parts.values()) <= summary["profile"]["step_ms"] * 1.01
+    assert json.loads((baked / "run" / "trace.json").read_text())["traceEvents"]
+    [events] = (baked / "run" / "tensorboard").iterdir()
+    assert b"train/acceptance_length" in events.read_bytes()
 
 
 def test_what_the_bundle_lacks_is_listed_before_anything_is_loaded(baked: Path) -> None:
