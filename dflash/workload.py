@@ -7,6 +7,7 @@ same kernels with the same arguments' shapes, so two layers launch what sixty-fo
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,7 +66,7 @@ class DflashWorkload:
         return {}
 
     def prepare(self, *, interpreted: bool) -> contextlib.AbstractContextManager[None]:
-        return _tensor_ranges() if interpreted else contextlib.nullcontext()
+        return _interpreting() if interpreted else contextlib.nullcontext()
 
 
 class DflashSession:
@@ -123,6 +124,36 @@ def _representative_pair(spec: Spec, device: str, seed: int) -> Pair:
 def _raised_by_fla(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and "/fla/" in frames[-1].filename.replace("\\", "/")
+
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    """What steps need under the interpreter."""
+    with _one_at_a_time(), _tensor_ranges():
+        yield
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Lets one thread interpret a kernel at a time.
+
+    The interpreter keeps the position in the grid in one place for the whole process and replaces functions of
+    ``triton.language`` while it runs. A frozen process has a lock for that; this one is for stock runs.
+    """
+    from triton.runtime import interpreter
+
+    executor, lock = interpreter.GridExecutor, threading.RLock()
+    original = executor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return original(self, *args, **kwargs)
+
+    executor.__call__ = call
+    try:
+        yield
+    finally:
+        executor.__call__ = original
 
 
 @contextlib.contextmanager
