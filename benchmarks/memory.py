@@ -310,37 +310,33 @@ def profiled(bench: Bench, length: int, how: str) -> dict[str, dict[str, float]]
 
 def model_flops(spec: Spec, target: Any, batch: Batch) -> dict[str, int]:
     """FLOPs of a step by part, after the formulas above; anchors, and so what blocks see, are those of the batch."""
+    import torch
+
     rows, length = batch.input_ids_BS.shape
-    block, hidden = spec.drafter.block_size, spec.target.hidden_size
-    valid = [
-        anchors[:count] for anchors, count in zip(batch.anchors_BN.tolist(), batch.num_valid_B.tolist(), strict=True)
-    ]
-    num_blocks = sum(map(len, valid))
+    counts = batch.num_valid_B.tolist()
+    anchors = [at for row, count in zip(batch.anchors_BN.tolist(), counts, strict=True) for at in row[:count]]
+    linears = [module for module in target.model.model.modules() if isinstance(module, torch.nn.Linear)]
+    weights: int = sum(linear.weight.numel() for linear in linears)
+    labelled = len(anchors) * (spec.drafter.block_size - 1)
     return {
-        "target": rows * _target_flops(spec, target.model, length),
-        "drafter": _drafter_flops(spec, rows * length, num_blocks)
-        + 12 * spec.drafter.num_heads * spec.drafter.head_dim * _seen(spec, [a for row in valid for a in row]),
-        "head and loss": 4 * hidden * spec.target.vocab_size * num_blocks * (block - 1),
+        "target": rows * (2 * weights * length + attention_flops(spec, length)),
+        "drafter": _drafter_flops(spec, rows * length, len(anchors)) + block_flops(spec, anchors),
+        "head and loss": 4 * spec.target.hidden_size * spec.target.vocab_size * labelled,
     }
 
 
-def _target_flops(spec: Spec, model: Any, length: int) -> int:
-    import torch
-
+def attention_flops(spec: Spec, length: int) -> int:
+    """Of the target's attention and recurrence over one row."""
     shape = spec.target
-    linears = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
-    weights: int = sum(linear.weight.numel() for linear in linears)
     attention = sum(kind == "full_attention" for kind in shape.layer_types)
     seen = length * (length + 1) // 2
     state = shape.linear_num_value_heads * shape.linear_key_head_dim * shape.linear_value_head_dim
-    return (
-        2 * weights * length
-        + attention * 4 * shape.num_heads * shape.head_dim * seen
-        + (len(shape.layer_types) - attention) * 6 * state * length
-    )
+    recurrent = (len(shape.layer_types) - attention) * 6 * state * length
+    return attention * 4 * shape.num_heads * shape.head_dim * seen + recurrent
 
 
 def _drafter_flops(spec: Spec, tokens: int, num_blocks: int) -> int:
+    """Of the drafter's linear layers."""
     drafter, hidden = spec.drafter, spec.target.hidden_size
     rows = num_blocks * drafter.block_size
     queries = 2 * hidden * drafter.num_heads * drafter.head_dim  # in and out
@@ -350,18 +346,18 @@ def _drafter_flops(spec: Spec, tokens: int, num_blocks: int) -> int:
     return 6 * drafter.num_layers * layer + 4 * projection
 
 
-def _seen(spec: Spec, anchors: list[int]) -> int:
-    """Pairs of a block row and a key that it sees, over all layers."""
-    drafter, total = spec.drafter, 0
+def block_flops(spec: Spec, anchors: list[int]) -> int:
+    """Of the drafter's attention: every pair of a block row and a key that it sees, over all layers."""
+    drafter, seen = spec.drafter, 0
     own = drafter.block_size * (drafter.block_size + 1) // 2 if drafter.is_causal else drafter.block_size**2
     for layer in range(drafter.num_layers):
         window = drafter.window(layer)
         for anchor in anchors:
-            reach = [
-                anchor if window is None else min(anchor, max(window - 1 - i, 0)) for i in range(drafter.block_size)
-            ]
-            total += sum(reach) + own
-    return total
+            if window is None:
+                seen += drafter.block_size * anchor + own
+            else:
+                seen += sum(min(anchor, max(window - 1 - i, 0)) for i in range(drafter.block_size)) + own
+    return 12 * drafter.num_heads * drafter.head_dim * seen
 
 
 if __name__ == "__main__":
