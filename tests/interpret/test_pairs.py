@@ -18,7 +18,6 @@ import stubpair
 import torch
 
 from dflash import checkpoint, config, target, trainer
-from dflash.buckets import Batch
 from dflash.errors import ExitCode, HangError, InterruptedRunError, PairError, ResumeError, TrainingStoppedError
 from dflash.pairs import Pair
 from dflash.spec import Spec
@@ -41,16 +40,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss without kernels, of every weight and of the batch, for what does not depend on the loss."""
-
-    def loss(pair: Pair, features: torch.Tensor, embeddings: torch.Tensor, batch: Batch) -> Any:
-        pair._begin("drafter")
-        scale = 1 + batch.input_ids_BS.double().mean().float() / 256
-        waves = [(weight * scale).sin().sum() for weight in pair.drafter.parameters()]
-        labels = batch.labels_BNK[..., 1:]
-        return torch.stack(waves).sum() * batch.weights_BNK.sum(), labels % 2 == 0
-
-    monkeypatch.setattr(Pair, "loss", loss)
+    """A loss without kernels."""
+    monkeypatch.setattr(Pair, "loss", stubpair.cheap_loss)
 
 
 @pytest.fixture(scope="module")

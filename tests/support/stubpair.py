@@ -92,3 +92,13 @@ def widened(batch: Batch, bucket: int) -> Batch:
         input_ids_BS=pad(batch.input_ids_BS, (0, more)),
         positions_BS=torch.arange(bucket).expand(batch.positions_BS.shape[0], -1).contiguous(),
     )
+
+
+def cheap_loss(
+    of: Pair, features: torch.Tensor, embeddings: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of ``Pair.loss``: no kernel, every weight and the batch; for what does not depend on the loss."""
+    of._begin("drafter")
+    scale = 1 + batch.input_ids_BS.double().mean().float() / 256
+    waves = [(weight * scale).sin().sum() for weight in of.drafter.parameters()]
+    return torch.stack(waves).sum() * batch.weights_BNK.sum(), batch.labels_BNK[..., 1:] % 2 == 0
