@@ -6,6 +6,9 @@ are credits of an expected accepted length and follow from the drafter's own con
 lose their mass, and a batch's sum would need all other batches' results first. The number of blocks is what D-PACE's
 author asks for (https://github.com/sgl-project/SpecForge/issues/828).
 
+The target's last hidden state comes whole behind its features, S rows more: the rows that predict N·P drafted positions
+would be more than that at 512 anchors, and most of them several times the same.
+
 Legend of shape suffixes: B rows, S context length, N anchor slots, P = K − 1 drafted positions, E hidden size,
 F = E times the number of target layers, V vocabulary, R = B·N·P rows.
 """

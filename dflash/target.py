@@ -105,18 +105,21 @@ class Target:
                 use_cache=False,
                 **_boundaries(batch),
             )
-        return torch.cat((captured(), result.last_hidden_state), dim=-1) if self.appends_last else captured()
+        return captured(result.last_hidden_state) if self.appends_last else captured()
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[Callable[[], torch.Tensor]]:
-        """Keeps this thread's outputs of the chosen layers; what it yields puts the last side by side [B, S, F]."""
+    def capturing(self) -> Iterator[Callable[..., torch.Tensor]]:
+        """Keeps this thread's outputs of the chosen layers; what it yields puts the last side by side [B, S, F].
+
+        What it is called with is put behind them.
+        """
         outputs: dict[int, torch.Tensor] = {}
         handles = [
             self._model.model.layers[layer].register_forward_hook(_keep(outputs, position))
             for position, layer in enumerate(self._layer_ids)
         ]
         try:
-            yield lambda: torch.cat([outputs[position] for position in range(len(self._layer_ids))], dim=-1)
+            yield lambda *more: torch.cat([*(outputs[place] for place in range(len(self._layer_ids))), *more], dim=-1)
         finally:
             for handle in handles:
                 handle.remove()

@@ -132,23 +132,30 @@ class _Sizes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
+        self.gathered = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = out if isinstance(out, tuple | list) else (out,)
         if func is torch.ops.aten.new_empty.default or func is torch.ops.aten.mm.default:
             self.largest = max(self.largest, *(tensor.numel() for tensor in made))
+        if func is torch.ops.aten.index.Tensor:
+            self.gathered = max(self.gathered, *(tensor.numel() for tensor in made))
         return out
 
 
+@pytest.mark.parametrize("kl_share", [0.0, 0.5])
 @pytest.mark.parametrize("chunk_rows", [4, 8])
-def test_logits_exist_for_one_chunk_at_a_time(chunk_rows: int) -> None:
-    hidden, head, labels, weights, _ = _inputs(32, 4, 500, 3)
+def test_logits_exist_for_one_chunk_at_a_time(chunk_rows: int, kl_share: float) -> None:
+    """The target's too, and what its rows are gathered from."""
+    hidden, head, labels, weights, target = _inputs(32, 4, 500, 3)
     hidden.requires_grad_()
+    options = {"target_hidden": target, "target_rows": torch.arange(32).flip(0), "kl_share": kl_share}
     with _Sizes() as sizes:
-        loss, _ = losses.block_loss(hidden, head, labels, weights, chunk_rows=chunk_rows)
+        loss, _ = losses.block_loss(hidden, head, labels, weights, chunk_rows=chunk_rows, **options)
         loss.backward()
     assert sizes.largest == chunk_rows * 500
+    assert sizes.gathered == (chunk_rows * 4 if kl_share else 0)
 
 
 def test_without_a_gradient_none_is_made() -> None:
