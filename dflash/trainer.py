@@ -276,15 +276,16 @@ def _share_weights(trainer: Trainer, resumed: Mapping[str, torch.Tensor] | None)
     if resumed is None and world.world > 1:
         import torch.distributed as dist
 
-        masters = [master.detach().clone() for master in first.masters]
-        for master in masters:
-            dist.broadcast(master, 0, group=trainer.group)
-        first.take_weights(masters)
+        for master in first.masters:
+            dist.broadcast(master.detach(), 0, group=trainer.group)
+        first.take_weights(first.masters)
     if resumed is None:
         for pair in trainer.pairs[1:]:
             pair.optimizer.take_weights(first.masters)
-    sums = {name: float(tensor.double().sum()) for name, tensor in first.state().items()} if world.world > 1 else {}
-    world.check_same(sums)
+    if world.world > 1:
+        read = first.state() if resumed is not None else {}  # beside weights: the moments, which are nothing at first
+        held = {**{f"weights {place}": master for place, master in enumerate(first.masters)}, **read}
+        world.check_same({name: float(tensor.detach().sum(dtype=torch.float64)) for name, tensor in held.items()})
 
 
 # ---------------------------------------------------------------------------------------------- training

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pairsrun
 import pytest
 import torch
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one GPU here; this takes two")
+four_gpus = pytest.mark.skipif("torch.cuda.device_count() < 4", reason="this takes four GPUs")
 
 STEPS = "12"
 
@@ -117,6 +119,63 @@ def test_target_and_drafter_may_live_on_two_gpus(baked: Path) -> None:
     assert two["proof"] == {"compilations": 0, "benchmarks": 0, "subprocesses": 0}
     away = train(baked, "away", "--devices", "1:1")
     assert away["losses"] == one["losses"]
+
+
+# ---------------------------------------------------------------------------------------------- several pairs
+
+
+def pairs(folder: Path, output: str, *settings: str, fault: str = "none", steps: int = 12) -> dict[str, Any]:
+    """What ``pairsrun`` says of two pairs."""
+    script = str(Path(pairsrun.__file__))
+    command = [sys.executable, script, "bundle.tar", output, str(steps), fault, *settings]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads((folder / f"{output}.json").read_text())
+    return said
+
+
+@two_gpus
+def test_two_pairs_keep_equal_bits_and_make_the_steps_of_one_pair_with_twice_the_batches(baked: Path) -> None:
+    """The first step, before any rounding of a sum of gradients, has the loss of one pair to the bit."""
+    found = pairs(baked, "pairs", "dp_pairs=2")
+    assert found["equal"]
+    assert found["weights_equal"]
+    assert found["misses"] == 0
+    assert found["peaks"] == ["cuda:0", "cuda:1"]
+    assert pairs(baked, "again", "devices=0,1")["losses"] == found["losses"]
+    alone = train(baked, "alone", "--accumulate", "2")
+    assert found["losses"][0] == alone["losses"][0]
+    assert found["losses"] == pytest.approx(alone["losses"], rel=2e-2)
+
+
+@two_gpus
+def test_two_pairs_through_the_command_do_no_work_at_run_time(baked: Path) -> None:
+    """And two ranks under ``torchrun``, which exchange through NCCL, are the two threads to the bit."""
+    threads = train(baked, "threads", "--dp-pairs", "2")
+    assert threads["proof"] == {"compilations": 0, "benchmarks": 0, "subprocesses": 0}
+    arguments = ("--frozen-cache", "bundle.tar", "--steps", STEPS, "--output", "ranks")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(*torchrun, "-m", "dflash", "train", *arguments, folder=baked)
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads((baked / "ranks" / "summary.json").read_text())
+    assert ranks["losses"] == threads["losses"]
+
+
+@two_gpus
+def test_a_failure_in_pair_1_stops_the_run_with_its_traceback(baked: Path) -> None:
+    found = pairs(baked, "failed", "dp_pairs=2", fault="step", steps=50)
+    assert re.search(r"pair 1 \(`cuda:1`\) failed in the .*: RuntimeError: the device fell off", found["message"])
+    assert any("in loss" in line for line in found["reasons"])
+    assert len(found["losses"]) == 2
+    assert "the last whole step, 2, is saved in `failed/step-00000002`" in found["hint"]
+
+
+@four_gpus
+def test_the_next_batch_ahead_changes_no_bit(baked: Path) -> None:
+    """Target and drafter of each pair on two GPUs: the target works ahead, copies run on a stream of their own."""
+    found = pairs(baked, "apart", "devices=0:2,1:3")
+    assert found["equal"]
+    assert found["losses"] == pairs(baked, "together", "dp_pairs=2")["losses"]
 
 
 def test_packed_features_are_those_of_each_document_alone() -> None:
