@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,6 +83,29 @@ def test_whoever_watches_a_run_sees_it_and_makes_no_work(baked: Path) -> None:
     assert b"train/acceptance_length" in events.read_bytes()
 
 
+def test_two_pairs_are_two_ranks_to_the_bit_and_launch_from_the_bundle_alone(baked: Path) -> None:
+    """Threads of one process, then ``torchrun``: rank 0 tells, and both are frozen on the same bundle."""
+    options = ("--frozen-cache", "bundle.tar", "--steps", "2", "--checkpoint-every", "1")
+    pairs = run("dflash", "train", *options, "--dp-pairs", "2", "--output", "pairs", folder=baked)
+    assert pairs.returncode == 0, pairs.stderr
+    assert "2 pairs; target: " in pairs.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", port)
+    ranks = run(*torchrun, "-m", "dflash", "train", *options, "--output", "ranks", folder=baked)
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.stdout.strip() == "ranks/drafter"
+    assert ranks.stderr.count("preflight: bundle covers this run") == 1
+    found = [json.loads((baked / name / "summary.json").read_text()) for name in ("pairs", "ranks")]
+    for summary in found:
+        assert summary["frozen"]["misses"] == summary["frozen"]["refusals"] == 0
+        assert summary["proof"] == {"compilations": 0, "benchmarks": 0, "subprocesses": 0}
+    assert found[0]["losses"] == found[1]["losses"]
+    assert len(found[0]["losses"]) == 2
+    assert found[0]["frozen"]["hits"] == 2 * found[1]["frozen"]["hits"]
+
+
 def test_what_the_bundle_lacks_is_listed_before_anything_is_loaded(baked: Path) -> None:
     done = run("dflash", "train", "--frozen-cache", "bundle.tar", "--layout", "packed", folder=baked)
     assert done.returncode == 5, done.stderr
@@ -128,6 +152,8 @@ def test_a_signal_saves_the_state_and_says_where(baked: Path) -> None:
         (("--frozen-cache", "bundle.tar", "--target", "no/such-folder"), 2, "wanted `random`, a folder"),
         (("--frozen-cache", "bundle.tar", "--devices", "0:1"), 2, "the interpreter, which has one device"),
         (("--frozen-cache", "bundle.tar", "--graphs"), 2, "kernels run in Triton's interpreter"),
+        (("--frozen-cache", "bundle.tar", "--devices", "0,0"), 2, "GPU `0` in pairs `0` and `1`"),
+        (("--frozen-cache", "bundle.tar", "--devices", "0,1", "--dp-pairs", "3"), 2, "found `3` with `2` pairs"),
         (("--frozen-cache", "bundle.tar", "--steps", "0"), 2, "steps: found `0`"),
         (("--frozen-cache", "bundle.tar", "--set", "lr=1"), 2, "lr: unknown key"),
         (("--frozen-cache", "bundle.tar", "--batch-size", "2", "--layout", "packed"), 2, "a packed batch is one row"),
