@@ -21,7 +21,7 @@ from dflash.placement import numbered
 from dflash.ranks import Ranks
 from dflash.spec import Spec
 from dflash.workload import WORKLOAD
-from kernelbake.errors import BundleError, InputError, LockedError
+from kernelbake.errors import BundleError, CoverageError, InputError, LockedError
 from kernelbake.preflight import INTERPRETED, Preflight, WorkloadSection, preflight, workload_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,16 @@ def check(plan: Plan, on_progress: OnProgress) -> Preflight:
         MisfitError: other versions or kernel sources.
     """
     assert plan.run.bundle is not None
-    return preflight(Path(plan.run.bundle), WORKLOAD.resolve(plan.spec), on_progress=on_progress)
+    try:
+        return preflight(Path(plan.run.bundle), WORKLOAD.resolve(plan.spec), on_progress=on_progress)
+    except CoverageError as error:
+        lacking = set(plan.spec.loss.terms).difference(Spec.parse(plan.held.section).loss.terms)
+        if lacking:
+            own = (
+                f"this loss has launches of its own: add `{', '.join(sorted(lacking))}` to `loss.terms` of the manifest"
+            )
+            error.hint = "; ".join(filter(None, (own, error.hint)))
+        raise
 
 
 @contextlib.contextmanager

@@ -121,6 +121,7 @@ def test_a_loss_that_the_manifest_does_not_name_is_refused_with_its_launch(baked
     assert done.returncode == 5, done.stderr
     missing = re.findall(r"^  (?:key|kernel|specialization) (\S+):", done.stderr, re.MULTILINE)
     assert missing == ["dflash.losses.block_loss_kernel"], done.stderr
+    assert "hint: this loss has launches of its own: add `kl` to `loss.terms` of the manifest" in done.stderr
 
 
 def test_a_signal_saves_the_state_and_says_where(baked: Path) -> None:
