@@ -6,8 +6,9 @@ every candidate of every key to the end, by which the first one's choices are ju
 
 ``wall_ratio_to_stock``: from the first compilation to the written bundle, over stock's time from its first launch to
 its last. Importing libraries, planning and checking the bundle are in ``total_wait_s``, and in ``raw`` each by itself.
-``regret``: how much slower a winner is than the fastest candidate of its key in the second build; ties are decided by
-order within ``measure.tie_threshold``, so a regret up to that is meant.
+``regret``: how much slower a winner is than the fastest candidate of its key in the second build, which samples all of
+them in as many rounds; ties are decided by order within ``measure.tie_threshold`` and ``tie_floor_us``, so a regret up
+to that is meant.
 """
 
 from __future__ import annotations
@@ -116,19 +117,19 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def medians(held: Bundle) -> dict[tuple[str, str], dict[str, float]]:
-    """For each key, median time in ms by config."""
+def ratios(held: Bundle) -> dict[tuple[str, str], dict[str, float]]:
+    """For each key, time relative to the fastest, compared within rounds, by config."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for line in held.record:
         if line["outcome"] == "ok" and line["key"] is not None:
             key = (line["kernel"], _text(line["key"]))
-            found.setdefault(key, {})[_text(line["config"])] = line["median_ms"]
+            found.setdefault(key, {})[_text(line["config"])] = line["ratio"]
     return found
 
 
 def regrets(first: Bundle, second: Bundle) -> dict[str, float]:
     """By key, how much slower the first bundle's winner is than the second's fastest candidate, relative."""
-    times = medians(second)
+    times = ratios(second)
     found = {}
     for choice in first.choices:
         if choice.key is not None:
@@ -150,6 +151,7 @@ def same_winners(first: Bundle, second: Bundle) -> int:
 def raw_of(result: BuildResult) -> dict[str, Any]:
     return {
         "seconds": {phase: round(seconds, 3) for phase, seconds in result.seconds.items()},
+        "measuring": dict(result.measuring),
         "rejected": dict(result.rejected),
         "keys": result.keys,
         "entries": result.entries,
@@ -177,7 +179,8 @@ def main() -> None:
         print(f"built: {raw_of(result)}", flush=True)
         by_stock = run_stock(made, [case.to_json() for case in reversed(first.plan.cases)], folder)  # as the build does
         print(f"stock: {by_stock}", flush=True)
-        patient = made.measure.model_copy(update={"hopeless_ratio": 1e9, "seed": made.measure.seed})
+        rounds = made.measure.rounds + made.measure.max_extra_rounds
+        patient = made.measure.model_copy(update={"hopeless_ratio": 1e9, "rounds": rounds})
         again = dataclasses.replace(made, measure=patient)
         judged = build.run(again, folder / "second.tar", Options(jobs=options.jobs, plan=first.plan), show)
         second = bundle.read(judged.path)

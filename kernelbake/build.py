@@ -428,6 +428,7 @@ class _Build:
             entries=self._entries,
             seconds=self._seconds,
             device_busy_share=busy / wall if wall and busy is not None else None,
+            measuring=self._facts.get("seconds", {}),
         )
 
 

@@ -1,18 +1,23 @@
 """Choosing among candidates by their times and their outputs. Pure: no clock, no GPU, no order of arrival.
 
-Candidates are named by their tokens, and wherever two are as good as each other the one whose token sorts first wins,
-so that two builds on one card, or one build with its candidates shuffled, choose alike.
+Candidates are named by their tokens. Wherever two are as good as each other, the one that is first in an order of
+preference wins, which is by token unless told otherwise; so that two builds on one card, or one build with its
+candidates shuffled, choose alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from kernelbake.errors import BuildError
+
+_WIDEST_TIE = 4.0
+"""The absolute part of a tie may widen it to so many times its relative part."""
 
 
 class Policy(Protocol):
@@ -26,6 +31,8 @@ class Policy(Protocol):
     def hopeless_ratio(self) -> float: ...
     @property
     def tie_threshold(self) -> float: ...
+    @property
+    def tie_floor_us(self) -> float: ...
 
 
 class InvalidTimeError(Exception):
@@ -67,6 +74,12 @@ class Times:
         return statistics.median(self.samples)
 
     @property
+    def level(self) -> float:
+        """Mean of the middle half of all samples in ms: as deaf to outliers as the median, but it falls between the
+        ticks of a clock."""
+        return _middle(self.samples)
+
+    @property
     def spread(self) -> float:
         """Distance between the quartiles in ms; 0 for a single sample."""
         if len(self.samples) < 2:
@@ -75,17 +88,17 @@ class Times:
         return high - low
 
     @property
-    def uncertainty(self) -> float:
-        """Standard error of the median in ms.
+    def within(self) -> float:
+        """Standard error of the median in ms, as if the samples were independent: ``1.2533 σ / √n`` with ``σ`` from the
+        quartiles (``spread / 1.349``); both are exact for a normal distribution."""
+        return 1.2533 * self.spread / 1.349 / math.sqrt(len(self.samples))
 
-        The larger of two estimates: from the samples as if they were independent, ``1.2533 σ / √n`` with ``σ`` from the
-        quartiles (``spread / 1.349``, both exact for a normal distribution), and from the medians of the rounds, which
-        also feels drift between them.
-        """
-        within = 1.2533 * self.spread / 1.349 / math.sqrt(len(self.samples))
-        medians = [statistics.median(samples) for samples in self.rounds]
-        between = statistics.stdev(medians) / math.sqrt(len(medians)) if len(medians) > 1 else 0.0
-        return max(within, between)
+
+def _middle(samples: Sequence[float]) -> float:
+    """Mean of the middle half."""
+    ordered = sorted(samples)
+    cut = len(ordered) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +107,10 @@ class Verdict:
 
     Args:
         winner: token of the winner.
-        tied: tokens of all candidates within the tie threshold of the fastest, the winner among them, sorted.
+        tied: tokens of all candidates that are tied with the fastest, the winner among them, by preference.
         runner_up: token of the fastest of the others, tied or not; None if there is no other.
         margin: how much slower the runner-up is than the winner, relative; negative for a tie decided by order.
-        told_apart: whether the runner-up is outside the tie threshold beyond the uncertainty.
+        told_apart: whether the winner is alone ahead, and the uncertainty of no candidate could change that.
     """
 
     winner: str
@@ -107,63 +120,180 @@ class Verdict:
     told_apart: bool
 
 
+def tie_band(policy: Policy, fastest_ms: float) -> float:
+    """How much slower than the fastest a candidate may be to be tied at all, relative.
+
+    A part of the time, and an absolute part below which clocks and the placement of code and data decide.
+    """
+    relative = policy.tie_threshold
+    return min(relative + policy.tie_floor_us * 1e-3 / fastest_ms, _WIDEST_TIE * relative)
+
+
+def _least(ratios: Mapping[str, float]) -> str:
+    return min(ratios, key=lambda name: ratios[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Where the tied end.
+
+    Args:
+        winner: the first by preference of those that are tied.
+        limit: largest time relative to the fastest that is still tied.
+    """
+
+    winner: str
+    limit: float
+
+
+def cut(ratios: Mapping[str, float], band: float) -> Cut:
+    """Decides among candidates by their times relative to the fastest.
+
+    The first by preference that is tied wins, so only *steps* count: candidates that are faster than all that are
+    preferred to them. The cut is made in the middle of the widest gap between steps inside the band: there, the
+    smallest change of times that would change the winner is as large as it can be.
+
+    Args:
+        ratios: times relative to the fastest, in the order of preference.
+        band: as ``tie_band`` gives it.
+
+    Raises:
+        ValueError: no candidate is left.
+    """
+    steps: list[tuple[float, str]] = []
+    for name, ratio in ratios.items():
+        if not steps or ratio < steps[-1][0]:
+            steps.append((ratio, name))
+    steps.reverse()
+    if not steps:
+        raise ValueError("no candidate is left")
+    end = steps[0][0] + band
+    inside = [step for step in steps if step[0] <= end]
+    gaps = [following - here for (here, _), (following, _) in itertools.pairwise([*inside, (end, "")])]
+    widest = max(range(len(gaps)), key=lambda place: (gaps[place], -place))
+    ratio, winner = inside[widest]
+    limit = end if widest == len(gaps) - 1 else ratio + gaps[widest] / 2
+    return Cut(winner, limit)
+
+
 class Race:
-    """Samples candidates in rounds, drops the hopeless, and goes on until the leaders are told apart or tied.
+    """Samples candidates in rounds, drops the hopeless, and goes on while more samples may change the winner.
+
+    The first of several rounds is a brief look at everyone. Afterwards times are compared within rounds, as ratios, so
+    that clocks that drift from round to round change nothing.
 
     Args:
         policy: when to stop.
         names: tokens of the candidates, in any order.
+        preference: of two tied candidates, the one for which this is smaller wins; by token if None.
     """
 
-    def __init__(self, policy: Policy, names: Sequence[str]) -> None:
+    def __init__(self, policy: Policy, names: Sequence[str], preference: Callable[[str], Any] | None = None) -> None:
         self._policy = policy
         self._round = 0
-        self.times: dict[str, Times] = {name: Times() for name in sorted(names)}
-        self._running = list(self.times)
+        self.times: dict[str, Times] = {name: Times() for name in sorted(names, key=preference)}
+        self._levels: dict[str, dict[int, float]] = {name: {} for name in self.times}
+        self._first = 2 if policy.rounds > 1 and len(names) > 1 else 1  # round of which times count
+
+    @property
+    def brief(self) -> bool:
+        """Whether the round that runs is the brief one."""
+        return self._round < self._first
 
     def next_round(self) -> list[str]:
-        """Who is to be sampled now, in order; nobody when the race is over."""
-        self._running = [name for name in self._running if name in self.times]
-        if not self._running:
-            return []
+        """Who is to be sampled now, by preference; nobody when the race is over."""
         if self._round == 0:
-            running = list(self._running)
-        elif self._round < self._policy.rounds and len(self._running) > 1:
+            running = list(self.times)
+        elif self._round < self._policy.rounds:
             running = self._hopeful()
-            self._running = running
-            running = running if len(running) > 1 else []
+            running = running if len(running) > 1 or self._round < self._first else []
         elif self._round < self._policy.rounds + self._policy.max_extra_rounds:
-            running = self._unclear()
+            running = self._deciding()
         else:
+            running = []
+        if len(self.times) == 1 and self._round:
             running = []
         self._round += 1
         return running
 
     def add(self, name: str, samples: Sequence[float]) -> None:
         """The samples in ms that a candidate made in this round."""
-        self.times[name] = Times((*self.times[name].rounds, tuple(samples)))
+        self._levels[name][self._round] = _middle(samples)
+        known = self.times[name].rounds if self._round != self._first else ()  # a brief look has done its work
+        self.times[name] = Times((*known, tuple(samples)))
 
     def drop(self, name: str) -> None:
         """Takes a candidate that was rejected out of the race."""
-        del self.times[name]
-
-    def _best(self) -> str:
-        return min(self.times, key=lambda name: (self.times[name].median, name))
+        del self.times[name], self._levels[name]
 
     def _hopeful(self) -> list[str]:
-        limit = self.times[self._best()].median * self._policy.hopeless_ratio
-        return [name for name in self._running if self.times[name].median <= limit]
+        ratios = self.ratios()
+        return [name for name, ratio in ratios.items() if ratio <= self._policy.hopeless_ratio]
 
-    def _unclear(self) -> list[str]:
-        """The fastest and everyone of whom it is not certain on which side of the tie threshold he is."""
-        best = self._best()
-        unclear = [name for name in self._running if name != best and not self._certain(name, best)]
-        return sorted([best, *unclear]) if unclear else []
+    def _deciding(self) -> list[str]:
+        """Those of whom it is not certain that they change nothing, with winner and fastest; by preference."""
+        ratios = self.ratios()
+        doubtful = self._doubtful(ratios)
+        if not doubtful:
+            return []
+        wanted = {_least(ratios), cut(ratios, self.band(ratios)).winner, *doubtful}
+        return [name for name in ratios if name in wanted]
 
-    def _certain(self, name: str, best: str) -> bool:
-        times, fastest = self.times[name], self.times[best]
-        doubt = 2 * math.hypot(times.uncertainty, fastest.uncertainty) / fastest.median
-        return abs(times.median / fastest.median - 1 - self._policy.tie_threshold) >= doubt
+    def _doubtful(self, ratios: Mapping[str, float]) -> set[str]:
+        """Candidates that would change the winner by being as much faster or slower as is uncertain."""
+        band = self.band(ratios)
+        winner = cut(ratios, band).winner
+        found = set()
+        for name, ratio in ratios.items():
+            doubt = self.doubt(name, ratios)
+            for moved in (ratio - doubt, ratio + doubt):
+                if cut({**ratios, name: moved}, band).winner != winner:
+                    found.add(name)
+        return found
+
+    def doubt(self, name: str, ratios: Mapping[str, float]) -> float:
+        """Twice the standard error of one of ``ratios()``; of the fastest's own time for the fastest."""
+        return ratios[name] * self._doubt(name, _least(ratios))
+
+    def _doubt(self, name: str, fastest: str) -> float:
+        mine, best = self.times[name], self.times[fastest]
+        if name == fastest:
+            return 2 * best.within / best.level
+        within = math.hypot(mine.within / mine.level, best.within / best.level)
+        ratios = self._paired(name, fastest)
+        between = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+        return 2 * max(within, between)
+
+    def band(self, ratios: Mapping[str, float]) -> float:
+        """How much slower than the fastest of ``ratios()`` a candidate may be to be tied at all, relative."""
+        return tie_band(self._policy, self.times[_least(ratios)].level)
+
+    def ratios(self) -> dict[str, float]:
+        """Times of all candidates relative to the fastest, by preference.
+
+        Two candidates are compared in the rounds in which both took part, the brief one only where there is no other:
+        by the median of their ratios.
+        """
+        if not self.times:
+            return {}
+        most = max(len(levels) for levels in self._levels.values())
+        steady = next(name for name, levels in self._levels.items() if len(levels) == most)
+        first = {name: self._ratio(name, steady) for name in self.times}
+        often = [name for name in first if len(self._levels[name]) == most]
+        fastest = _least({name: first[name] for name in often})
+        ratios = {name: self._ratio(name, fastest) for name in self.times}
+        least = min(ratios.values())
+        return {name: ratio / least for name, ratio in ratios.items()}
+
+    def _ratio(self, name: str, other: str) -> float:
+        paired = self._paired(name, other)
+        return statistics.median(paired) if paired else self.times[name].level / self.times[other].level
+
+    def _paired(self, name: str, other: str) -> list[float]:
+        mine, theirs = self._levels[name], self._levels[other]
+        rounds = [number for number in mine if number in theirs]
+        rounds = [number for number in rounds if number >= self._first] or rounds
+        return [mine[number] / theirs[number] for number in rounds]
 
     def verdict(self) -> Verdict:
         """The winner.
@@ -171,16 +301,15 @@ class Race:
         Raises:
             ValueError: no candidate is left.
         """
-        best = self._best()
-        limit = self.times[best].median * (1 + self._policy.tie_threshold)
-        tied = tuple(name for name in self.times if self.times[name].median <= limit)
-        winner = tied[0]
-        others = sorted((times.median, name) for name, times in self.times.items() if name != winner)
+        ratios = self.ratios()
+        found = cut(ratios, self.band(ratios) if ratios else 0.0)
+        tied = tuple(name for name, ratio in ratios.items() if ratio <= found.limit)
+        others = [name for name in ratios if name != found.winner]
         if not others:
-            return Verdict(winner, tied, None, None, True)
-        median, runner_up = others[0]
-        margin = median / self.times[winner].median - 1
-        return Verdict(winner, tied, runner_up, margin, len(tied) == 1 and self._certain(runner_up, winner))
+            return Verdict(found.winner, tied, None, None, True)
+        runner_up = _least({name: ratios[name] for name in others})
+        margin = ratios[runner_up] / ratios[found.winner] - 1
+        return Verdict(found.winner, tied, runner_up, margin, len(tied) == 1 and not self._doubtful(ratios))
 
 
 # ---------------------------------------------------------------------------------------------- agreement

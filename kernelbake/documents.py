@@ -348,7 +348,7 @@ _WRITTEN = fields(
     {"argument": TEXT, "at": COUNT, "dtype": WORD, "shape": listing(COUNT), "digest": DIGEST},
     {"norm": DURATION, "sum": NUMERIC, "not_finite": COUNT, "sketch": listing(NUMERIC)},
 )
-OUTPUTS = mapping(fields({"case": TEXT, "tensors": listing(_WRITTEN), "tolerance": DURATION}))
+OUTPUTS = mapping(fields({"case": TEXT, "tensors": listing(_WRITTEN), "tolerance": DURATION}, {"inputs": DIGEST}))
 """What a winner's launches wrote, by digest of the specialization."""
 RECORD_LINE = fields(
     {"kernel": KERNEL, "key": optional(KEY), "config": CONFIG, "outcome": literal(*OUTCOMES)},

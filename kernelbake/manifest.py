@@ -44,13 +44,15 @@ class MeasurePolicy(pydantic.BaseModel):
     Args:
         warmup_ms: device time for which a candidate runs before its first sample, in ms.
         samples_ms: device time spent on one candidate's samples in one round, in ms.
-        min_samples: samples of one candidate in one round at least, however long they take.
+        min_samples: samples of one candidate in one round at least, however long they take; and all that it makes in
+            the first of several rounds.
         max_samples: samples of one candidate in one round at most, however short they are.
-        rounds: how often all candidates of a key are sampled in turn.
-        max_extra_rounds: further rounds for winner and runner-up until they are told apart or declared tied.
-        hopeless_ratio: after the first round, a candidate this many times slower than the best is sampled no more.
-        tie_threshold: relative difference of medians below which two candidates are tied; the first by its token, which
-            no order of candidates changes, then wins.
+        rounds: how often all candidates of a key that are not hopeless are sampled in turn.
+        max_extra_rounds: further rounds for those that may still change the winner.
+        hopeless_ratio: a candidate this many times slower than the fastest is sampled no more.
+        tie_threshold: relative difference of times within which two candidates may be tied; of the tied, the one that
+            takes least of the GPU wins: fewest warps, then fewest stages, then by its token.
+        tie_floor_us: absolute difference that is added to it, in µs, up to four times the relative one.
         tolerance: largest ‖out − reference‖ / ‖reference‖ between candidates, where the workload names no oracle; for
             bfloat16, wider types get a fraction of it.
         repeats: runs on equal inputs whose outputs must have the same bits.
@@ -60,14 +62,15 @@ class MeasurePolicy(pydantic.BaseModel):
 
     model_config = _FROZEN
 
-    warmup_ms: float = Field(default=5.0, ge=0)
-    samples_ms: PositiveFloat = 20.0
+    warmup_ms: float = Field(default=1.0, ge=0)
+    samples_ms: PositiveFloat = 10.0
     min_samples: PositiveInt = 5
-    max_samples: PositiveInt = 200
+    max_samples: PositiveInt = 100
     rounds: PositiveInt = 3
-    max_extra_rounds: int = Field(default=5, ge=0)
-    hopeless_ratio: float = Field(default=1.5, ge=1)
+    max_extra_rounds: int = Field(default=6, ge=0)
+    hopeless_ratio: float = Field(default=1.25, ge=1)
     tie_threshold: float = Field(default=0.01, ge=0, lt=1)
+    tie_floor_us: float = Field(default=0.3, ge=0)
     tolerance: float = Field(default=0.02, gt=0, lt=1)
     repeats: int = Field(default=2, ge=2)
     time_limit_s: float = Field(default=30.0, gt=0, le=MAX_LIMIT_S)

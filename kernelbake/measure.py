@@ -28,11 +28,13 @@ from kernelbake.keys import Case
 from kernelbake.manifest import MeasurePolicy
 from kernelbake.numerics import Arguments, Result
 from kernelbake.outcome import Reason, Rejected
+from kernelbake.parts import Parts
 from kernelbake.plan import Launch, Plan
 from kernelbake.profiles import DeviceProfile
 from kernelbake.recorder import intercepted
 from kernelbake.runners import CudaCode, InterpretedCode
 from kernelbake.shadow import find_workload
+from kernelbake.touched import left_alone, reads
 from kernelbake.tune import Checked, Failed, Report, stand_in, tune
 from kernelbake.worker_main import Known
 from kernelbake.workload import Oracle, Session
@@ -49,12 +51,14 @@ class _Candidate:
         before: first contents for whatever was written, then the hook.
         launch: the launch.
         estimate_ms: how long it takes, once that was seen.
+        overwrites: whether it has shown that nothing has to be restored before it runs again.
     """
 
     hook: Callable[[], None]
     before: Callable[[], None]
     launch: Callable[[], Any]
     estimate_ms: float | None = None
+    overwrites: bool = False
 
 
 class LiveSite:
@@ -68,6 +72,7 @@ class LiveSite:
         device: where they run.
         policy: how to measure.
         oracle: the workload's reference for this kernel, if it has one.
+        parts: where the time goes.
     """
 
     def __init__(
@@ -79,8 +84,9 @@ class LiveSite:
         device: Device,
         policy: MeasurePolicy,
         oracle: Oracle | None,
+        parts: Parts,
     ) -> None:
-        self._call, self._code, self._device, self._policy = call, code, device, policy
+        self._call, self._code, self._device, self._policy, self._parts = call, code, device, policy, parts
         self._resolve = functools.cache(resolve)
         self._oracle = oracle
         self._ready: dict[int, _Candidate] = {}
@@ -91,16 +97,18 @@ class LiveSite:
         self._reference = oracle.reference(dict(bound)) if oracle is not None else None
 
     def identity(self, candidate: int) -> str:
-        return self._code.identity(self._call.launchable, self._resolve(candidate))
+        with self._parts.part("load"):
+            return self._code.identity(self._call.launchable, self._resolve(candidate))
 
     def answers(self) -> bool:
         return self._device.answers()
 
     def difference(self, one: Result, other: Result) -> Difference:
-        return self._arguments.difference(one, other)
+        with self._parts.part("compare"):
+            return self._device.run(lambda: self._arguments.difference(one, other))
 
     def outputs(self, candidate: int, also: Mapping[int, str]) -> dict[str, Any]:
-        """What a launch writes, described: ``tensors``, and the ``tolerance`` between two runs of it.
+        """What a launch reads and writes, described: ``inputs``, ``tensors``, and the ``tolerance`` between two runs.
 
         Args:
             candidate: which.
@@ -109,38 +117,63 @@ class LiveSite:
         Raises:
             Failed: it writes outside of its arguments, or its code cannot be had.
         """
-        result = self.check(candidate).output
-        tensors = summaries.written(self._arguments, result, also)
-        return {"tensors": tensors, "tolerance": self._arguments.tolerance}
+        ready, arguments = self._prepare(candidate), self._arguments
+        result, run = self._check(ready).output, functools.partial(self._run, ready, restored=True)
+        touched = sorted({*result.plain, *result.poisoned, *(place for place in also if place < len(arguments.live))})
+        alone = left_alone(arguments, result, touched, run)
+        read = {*alone.read, *(place for place in touched if reads(arguments, result, place, run))}
+        inputs = {*read, *arguments.all_but(touched)}
+        return {
+            "inputs": summaries.inputs(arguments, inputs, self._resolve(candidate).bound),
+            "tensors": summaries.written(arguments, result, also, alone.kept),
+            "tolerance": arguments.tolerance,
+        }
 
     def check(self, candidate: int) -> Checked:
-        arguments = self._arguments
         ready = self._prepare(candidate)
+        with self._parts.part("check"):
+            return self._check(ready)
+
+    def _check(self, ready: _Candidate) -> Checked:
+        arguments = self._arguments
         self._run(ready)
-        changed = arguments.changed()
-        first = arguments.contents(changed)
+        changed = self._device.run(arguments.changed)
+        first = self._device.run(lambda: arguments.contents(changed))
         worst, same_bits = Difference(0.0), True
         for _ in range(self._policy.repeats - 1):
             self._run(ready)
-            again = arguments.contents(changed)
-            if not arguments.same_bits(again, first):
+            if not self._device.run(lambda: arguments.holds(first)):
                 same_bits = False
-                found = arguments.difference(Result(again, {}), Result(first, {}))
+                found = arguments.difference(Result(arguments.contents(changed), {}), Result(first, {}))
                 worst = found if found.error >= worst.error else worst
         if self._silent is None:
             self._silent = self._written_in_silence(ready, changed)
-        arguments.restore()
-        filled = arguments.poison({*changed, *self._silent})
+        filled = self._fill({*changed, *self._silent})
         self._run(ready, restored=True)
-        arguments.changed()
-        poisoned = arguments.contents(filled)
-        arguments.unpoison(filled)
-        arguments.restore()
-        result = Result(first, poisoned)
+        result = self._device.run(lambda: self._finish(first, filled))
+        ready.overwrites = self._device.run(lambda: arguments.overwrites(result))
         expected = None
         if self._oracle is not None and self._reference is not None:
             expected = arguments.expected(result, self._reference, self._oracle.tolerance)
         return Checked(result, worst, same_bits, expected)
+
+    def _fill(self, positions: Collection[int]) -> list[int]:
+        """Poisons working copies, the others with their first contents; returns which could be."""
+
+        def fill() -> list[int]:
+            self._arguments.restore()
+            return self._arguments.poison(positions)
+
+        return self._device.run(fill)
+
+    def _finish(self, plain: Mapping[int, torch.Tensor], filled: Sequence[int]) -> Result:
+        """The result after the poisoned run; everything then has its first contents again."""
+        arguments = self._arguments
+        arguments.changed()
+        poisoned = arguments.contents(filled)
+        arguments.unpoison(filled)
+        arguments.restore()
+        return Result(plain, poisoned)
 
     def _written_in_silence(self, ready: _Candidate, changed: Collection[int]) -> list[int]:
         """Tensors that a launch writes although they looked the same afterwards: what it wrote was there already.
@@ -149,8 +182,7 @@ class LiveSite:
         a kernel may take them for addresses.
         """
         arguments = self._arguments
-        arguments.restore()
-        filled = arguments.poison(arguments.all_but(changed))
+        filled = self._fill(arguments.all_but(changed))
         self._run(ready, restored=True)
         written = [position for position in filled if not arguments.untouched(position)]
         arguments.unpoison(filled)
@@ -158,33 +190,42 @@ class LiveSite:
 
     def warm(self, candidate: int) -> None:
         ready = self._prepare(candidate)
-        first = self._device.times(ready.before, ready.launch, 1, cold=False)
-        ready.estimate_ms = max(first[0], 1e-3)
-        count = int(self._policy.warmup_ms / ready.estimate_ms)
-        if count:
-            times = self._device.times(ready.before, ready.launch, min(count, 1000), cold=False)
-            ready.estimate_ms = max(sorted(times)[len(times) // 2], 1e-3)
+        with self._parts.part("warm"):
+            first = self._times(ready, 1, cold=False)
+            ready.estimate_ms = max(first[0], 1e-3)
+            count = int(self._policy.warmup_ms / ready.estimate_ms)
+            if count:
+                times = self._times(ready, min(count, 1000), cold=False)
+                ready.estimate_ms = max(sorted(times)[len(times) // 2], 1e-3)
 
-    def sample(self, candidate: int) -> list[float]:
-        ready = self._prepare(candidate)
-        policy = self._policy
-        estimate = ready.estimate_ms or policy.samples_ms
-        count = max(policy.min_samples, min(policy.max_samples, int(policy.samples_ms / estimate)))
-        return self._device.times(ready.before, ready.launch, count, cold=True)
+    def sample(self, candidate: int, *, brief: bool) -> list[float]:
+        ready, policy = self._prepare(candidate), self._policy
+        with self._parts.part("sample"):
+            estimate = ready.estimate_ms or policy.samples_ms
+            count = max(policy.min_samples, min(policy.max_samples, int(policy.samples_ms / estimate)))
+            return self._times(ready, policy.min_samples if brief else count, cold=True)
+
+    def _times(self, ready: _Candidate, count: int, *, cold: bool) -> list[float]:
+        return self._device.times(ready.hook if ready.overwrites else ready.before, ready.launch, count, cold=cold)
 
     def _run(self, ready: _Candidate, *, restored: bool = False) -> None:
         """Once, from the first contents of all arguments unless they are set already, and waits for the end."""
 
-        def action() -> None:
+        def action() -> torch.Tensor:
             (ready.hook if restored else ready.before)()
             ready.launch()
+            return self._arguments.straying()
 
-        self._device.run(action)
-        if self._arguments.strayed():
+        if self._arguments.strayed(self._device.run(action)):
             raise Failed(Rejected(Reason.WRONG, "it writes outside of its arguments"))
 
     def _prepare(self, candidate: int) -> _Candidate:
         if candidate not in self._ready:
+            self._ready[candidate] = self._made_ready(candidate)
+        return self._ready[candidate]
+
+    def _made_ready(self, candidate: int) -> _Candidate:
+        with self._parts.part("load"):
             resolved = self._resolve(candidate)
             runner = self._code.runner(self._call.launchable, resolved)
             args = tuple(self._arguments.replaced(arg) for arg in self._call.args)
@@ -196,8 +237,7 @@ class LiveSite:
                 self._arguments.restore()
                 hook()
 
-            self._ready[candidate] = _Candidate(hook, before, functools.partial(runner, args, kwargs, bound))
-        return self._ready[candidate]
+            return _Candidate(hook, before, functools.partial(runner, args, kwargs, bound))
 
 
 def _nothing() -> None:
@@ -218,6 +258,9 @@ def _check_room(launch: Launch, values: Sequence[Any], device: Device) -> None:
     """Refuses before memory runs out in the middle: copies of all arguments and twice as much for results."""
     free = device.free_bytes()
     need = 3 * Arguments.bytes_needed(values)
+    if free is not None and need > free:
+        device.release()
+        free = device.free_bytes()
     if free is not None and need > free:
         raise BuildError(
             f"{launch}: measuring it needs {need} bytes for copies of its arguments; the GPU has {free} free",
@@ -266,6 +309,8 @@ class Conductor:
         case: id of the case whose step runs; set by whoever runs the cases.
         met: launch and variant of every call so far, by their places.
         tuning_ms: wall time spent on tuning; the rest of the steps goes to running them.
+        busy_ms: time of it for which the device was busy.
+        parts: where all the time goes.
     """
 
     def __init__(
@@ -290,7 +335,8 @@ class Conductor:
         self._variants = [_variants(launch) for launch in plan.launches]
         self._unplanned: dict[str, None] = {}
         self.met: dict[tuple[int, int], None] = {}
-        self.tuning_ms = 0.0
+        self.tuning_ms = self.busy_ms = 0.0
+        self.parts = Parts()
 
     def __call__(self, original: Any, launchable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         rest = {name: value for name, value in kwargs.items() if name not in ("grid", "warmup")}
@@ -342,31 +388,35 @@ class Conductor:
         return resolved
 
     def _tune(self, place: int, call: Call) -> int:
-        start = time.perf_counter()
+        start, busy_ms = time.perf_counter(), self._device.busy_ms
         launch = self._plan.launches[place]
-        site = self._site(place, call, self._policy, self._oracles.get(launch.kernel.name))
-        decide = tune if place in self._owned else stand_in
-        winner = decide(self._policy, self._report, place, launch, site)
+        with self.parts.part("decide"):
+            site = self._site(place, call, self._policy, self._oracles.get(launch.kernel.name))
+            decide = tune if place in self._owned else stand_in
+            winner = decide(self._policy, self._report, place, launch, site)
         self.tuning_ms += (time.perf_counter() - start) * 1e3
+        self.busy_ms += self._device.busy_ms - busy_ms
         return winner
 
     def _site(self, place: int, call: Call, policy: MeasurePolicy, oracle: Oracle | None) -> LiveSite:
         resolve = functools.partial(self._resolve, place, call)
-        return LiveSite(self._plan.launches[place], call, resolve, self._code, self._device, policy, oracle)
+        with self.parts.part("copies"):
+            launch = self._plan.launches[place]
+            return LiveSite(launch, call, resolve, self._code, self._device, policy, oracle, self.parts)
 
     def _observe(self, place: int, variant: int, call: Call) -> None:
         """Reports what the winner writes, before it runs on the trainer's own tensors."""
         also = self._watch.due(place, variant, self.case) if self._watch is not None else None
         if also is None:
             return
-        busy_ms, launch = self._device.busy_ms, self._plan.launches[place]
-        site = self._site(place, call, self._policy.model_copy(update={"repeats": 1}), None)
-        try:
-            data = site.outputs(self._decided[place], also)
-        except Failed as failure:
-            raise BuildError(f"{launch}: its winner is rejected ({failure}); wanted it to run") from failure
-        self._report.outputs(place, variant, {"case": self.case, **data})
-        self._device.busy_ms = busy_ms  # which is about tuning
+        launch = self._plan.launches[place]
+        with self.parts.part("outputs"):
+            site = self._site(place, call, self._policy.model_copy(update={"repeats": 1}), None)
+            try:
+                data = site.outputs(self._decided[place], also)
+            except Failed as failure:
+                raise BuildError(f"{launch}: its winner is rejected ({failure}); wanted it to run") from failure
+            self._report.outputs(place, variant, {"case": self.case, **data})
 
     def _launch(self, place: int, call: Call) -> Any:
         """Runs the winner on the trainer's own tensors, as a frozen process will."""
@@ -389,8 +439,9 @@ def steps(session: Session, cases: Iterable[Case], conductor: Conductor, device:
     with torch.autograd.set_multithreading_enabled(False), intercepted(conductor):
         for case in cases:
             conductor.case = case.id
-            session.step(case)
-            device.wait()
+            with conductor.parts.part("step"):
+                session.step(case)
+                device.wait()
             conductor.check_planned()
             report.case_done(case.id, conductor.met)
 
@@ -439,7 +490,9 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
         report: where everything is told.
 
     Returns:
-        ``busy_ms`` of the device and ``wall_ms`` of the tuning.
+        ``busy_ms`` of the device and ``wall_ms`` of the tuning, and ``seconds`` of wall time by part: ``copies`` of
+        arguments, to ``load`` code, ``check``, ``compare``, ``warm``, ``sample``, ``decide`` (the rest of the tuning:
+        the journal), ``outputs``, and ``step`` (the workload's own).
 
     Raises:
         BuildError: as ``tune``, and for a launch outside the plan, or a planned one that no step makes.
@@ -466,7 +519,8 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
         raise PlanMismatchError(
             f"measure: {len(missing)} planned launches are made by no step; wanted all of them", reasons=missing
         )
-    return {"busy_ms": device.busy_ms, "wall_ms": conductor.tuning_ms}
+    seconds = {name: round(spent, 3) for name, spent in sorted(conductor.parts.seconds.items())}
+    return {"busy_ms": conductor.busy_ms, "wall_ms": conductor.tuning_ms, "seconds": seconds}
 
 
 def device_of(job: Mapping[str, Any], plan: Plan) -> tuple[Device, CudaCode | InterpretedCode]:

@@ -8,6 +8,7 @@ Triton does not say: bytes that changed, and elements that keep a poison they we
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -78,7 +79,34 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one != other).any()
 
 
-def _wait(flags: Sequence[torch.Tensor]) -> list[bool]:
+def bits_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether two tensors of one dtype and shape differ in any bit, as a tensor that nobody has waited for."""
+    if all(_is_wide(tensor) for tensor in (one, other)):
+        one, other = (tensor.reshape(-1).view(torch.int64) for tensor in (one, other))
+        return _differ(one, other)
+    return _differ(bits(one), bits(other))
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    """Whether its memory can be looked at in words of eight bytes."""
+    size = tensor.element_size()
+    aligned = tensor.storage_offset() * size % 8 == 0 and tensor.numel() * size % 8 == 0
+    return bool(aligned and tensor.is_contiguous() and tensor.dim() > 0 and tensor.numel() > 0)
+
+
+def _pieces(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two ranges of bytes of one length, cut so that most is compared in words of eight bytes."""
+    start, size = one.storage_offset(), one.numel()
+    if size < 64 or (start - other.storage_offset()) % 8:
+        return [(one, other)]
+    head = -start % 8
+    end = head + (size - head) // 8 * 8
+    middle = (one[head:end].view(torch.int64), other[head:end].view(torch.int64))
+    edges = [(one[low:high], other[low:high]) for low, high in ((0, head), (end, size)) if low < high]
+    return [middle, *edges]
+
+
+def wait(flags: Sequence[torch.Tensor]) -> list[bool]:
     """The values of flags on one device, waited for once."""
     return torch.stack(list(flags)).tolist() if flags else []
 
@@ -105,6 +133,8 @@ class Extent:
         self._buffer = torch.full((size,), _GUARD_FILL, dtype=torch.uint8, device=storage.device)
         self.work = self._buffer[self._shift : self._shift + end - start]
         self.covered: torch.Tensor | None = None
+        self._compared = _pieces(self.live, self.work)
+        self.guards = (self._buffer[: self._shift], self._buffer[self._shift + end - start :])
         self.restore()
 
     def restore(self) -> None:
@@ -112,7 +142,10 @@ class Extent:
 
     def changed(self) -> torch.Tensor:
         """Whether any byte differs from the trainer's, as a tensor that nobody has waited for."""
-        return _differ(self.work, self.live)
+        found, *rest = (_differ(work, live) for live, work in self._compared)
+        for flag in rest:
+            found = found | flag
+        return found
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The working copy of a tensor that lies in this range."""
@@ -134,18 +167,16 @@ class Extent:
         inside = mask[self._shift : self._shift + self.end - self.start]
         self.covered = None if bool(inside.all()) else inside
 
-    def strayed(self) -> torch.Tensor:
-        """Whether bytes changed that belong to no argument, as a tensor that nobody has waited for."""
-        before, after = self._buffer[: self._shift], self._buffer[self._shift + self.end - self.start :]
-        found = (before != _GUARD_FILL).any() | (after != _GUARD_FILL).any()
-        if self.covered is not None:
-            found |= ((self.work != self.live) & (self.covered == 0)).any()
-        return found
+    def strayed(self) -> torch.Tensor | None:
+        """Whether bytes between arguments changed, as a tensor that nobody has waited for; None if there are none."""
+        if self.covered is None:
+            return None
+        return ((self.work != self.live) & (self.covered == 0)).any()
 
     def mend(self) -> None:
         """Fills the guard bands again."""
-        self._buffer[: self._shift].fill_(_GUARD_FILL)
-        self._buffer[self._shift + self.end - self.start :].fill_(_GUARD_FILL)
+        for guard in self.guards:
+            guard.fill_(_GUARD_FILL)
 
 
 def extents_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int, int]]:
@@ -200,8 +231,12 @@ class Arguments:
                 self.live.append(tensor.detach())
         self._extents = [Extent(*found) for found in extents_of(self.live)]
         self.work = [self._place(tensor) for tensor in self.live]
-        for extent in self._extents:
-            extent.cover([t for t in self.live if self._lies_in(t, extent)])
+        self._inside = [
+            [position for position, tensor in enumerate(self.live) if self._lies_in(tensor, extent)]
+            for extent in self._extents
+        ]
+        for extent, inside in zip(self._extents, self._inside, strict=True):
+            extent.cover([self.live[position] for position in inside])
         self._written: set[int] = set()
         floats = [tensor.dtype for tensor in self.live if tensor.dtype.is_floating_point]
         scales = [_SCALE.get(dtype, 1.0) for dtype in floats]
@@ -249,24 +284,43 @@ class Arguments:
 
     def changed(self) -> list[int]:
         """Positions of the tensors that differ from the trainer's; remembers them for ``restore``."""
-        flags = _wait([extent.changed() for extent in self._extents])
+        flags = wait([extent.changed() for extent in self._extents])
         touched = {index for index, changed in enumerate(flags) if changed}
         self._written |= touched
-        suspects = [
-            position
-            for position, live in enumerate(self.live)
-            if any(self._lies_in(live, self._extents[index]) for index in touched)
-        ]
-        flags = _wait([_differ(bits(self.live[position]), bits(self.work[position])) for position in suspects])
-        return [position for position, changed in zip(suspects, flags, strict=True) if changed]
+        suspects = sorted(position for index in touched for position in self._inside[index])
+        alone = {self._inside[index][0] for index in touched if self._is_alone(index)}
+        doubtful = [position for position in suspects if position not in alone]
+        flags = wait([bits_differ(self.live[position], self.work[position]) for position in doubtful])
+        return sorted({*alone, *(position for position, changed in zip(doubtful, flags, strict=True) if changed)})
 
-    def strayed(self) -> bool:
-        """Whether a run has written where no argument is; the guard bands are mended."""
-        strayed = _wait([extent.strayed() for extent in self._extents])
-        for extent, found in zip(self._extents, strayed, strict=True):
-            if found:
+    def _is_alone(self, index: int) -> bool:
+        """Whether an extent is nothing but one tensor, which has then changed if the extent has."""
+        extent, inside = self._extents[index], self._inside[index]
+        size = self.live[inside[0]].numel() * self.live[inside[0]].element_size()
+        return len(inside) == 1 and size == extent.end - extent.start and self.live[inside[0]].is_contiguous()
+
+    def straying(self) -> torch.Tensor:
+        """Whether bytes changed where no argument is: in guard bands, and in extents between arguments.
+
+        A tensor that nobody has waited for.
+        """
+        guards = [guard for extent in self._extents for guard in extent.guards]
+        if not guards:
+            return torch.zeros(1, dtype=torch.bool)
+        found = [_differ(torch.cat(guards), torch.full_like(guards[0][:1], _GUARD_FILL))]
+        return torch.stack([*found, *(flag for extent in self._extents if (flag := extent.strayed()) is not None)])
+
+    def strayed(self, found: torch.Tensor | None = None) -> bool:
+        """Whether a run has written where no argument is; the guard bands are mended.
+
+        Args:
+            found: what ``straying`` gave after the run; asked now if None.
+        """
+        strayed = any((self.straying() if found is None else found).tolist())
+        if strayed:
+            for extent in self._extents:
                 extent.mend()
-        return any(strayed)
+        return strayed
 
     def contents(self, positions: Iterable[int]) -> dict[int, torch.Tensor]:
         """Copies of working copies."""
@@ -297,9 +351,16 @@ class Arguments:
         tensor = self.work[position]
         return bool((bits(tensor) == poison_of(tensor.dtype, position)).all())
 
-    def same_bits(self, one: Mapping[int, torch.Tensor], other: Mapping[int, torch.Tensor]) -> bool:
-        """Whether two contents of the same tensors are equal to the last bit, NaNs included."""
-        return one.keys() == other.keys() and not any(_wait([_differ(bits(one[p]), bits(other[p])) for p in one]))
+    def holds(self, contents: Mapping[int, torch.Tensor]) -> bool:
+        """Whether working copies have just these contents, to the last bit, NaNs included."""
+        return not any(wait([bits_differ(content, self.work[position]) for position, content in contents.items()]))
+
+    def overwrites(self, result: Result) -> bool:
+        """Whether a launch writes every element of what it writes and reads none of it first: then nothing has to be
+        restored between two runs."""
+        if result.plain.keys() != result.poisoned.keys():
+            return False
+        return not any(wait([bits_differ(result.plain[p], result.poisoned[p]) for p in result.plain]))
 
     def difference(self, one: Result, other: Result) -> Difference:
         """How far one result is from another; they agree within the tolerance or the detail says where they do not."""
@@ -308,7 +369,9 @@ class Arguments:
             name = self._names[position]
             mine, theirs = (result.plain.get(position, self.live[position]) for result in (one, other))
             worst = _worse(worst, compare(mine, theirs, self.tolerance, name))
-        for position in sorted(one.poisoned.keys() & other.poisoned.keys()):
+        both = sorted(one.poisoned.keys() & other.poisoned.keys())
+        flags = wait([bits_differ(one.poisoned[position], other.poisoned[position]) for position in both])
+        for position in itertools.compress(both, flags):
             name = self._names[position]
             mine, theirs = one.poisoned[position], other.poisoned[position]
             worst = _worse(worst, _coverage(mine, theirs, poison_of(mine.dtype, position), name))
@@ -371,7 +434,7 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, name: s
     """
     if found.shape != wanted.shape:
         return Difference(math.inf, f"`{name}` has shape {tuple(found.shape)}; wanted {tuple(wanted.shape)}")
-    if found.dtype == wanted.dtype and not _wait([_differ(bits(found), bits(wanted))])[0]:
+    if found.dtype == wanted.dtype and not wait([bits_differ(found, wanted)])[0]:
         return Difference(0.0)
     if not found.dtype.is_floating_point:
         wrong = int((found != wanted).sum())

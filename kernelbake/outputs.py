@@ -36,6 +36,7 @@ class Wanted:
         case: id of the case in whose step it is met.
         entry: digest of its code; None under the interpreter.
         recorded: descriptions of the tensors that it wrote; None where the bundle does not say.
+        inputs: digest of what it read; None where the bundle does not say.
     """
 
     launch: int
@@ -44,6 +45,7 @@ class Wanted:
     case: str
     entry: str | None
     recorded: Sequence[Mapping[str, Any]] | None
+    inputs: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Compared:
         error: estimate of ‖now − then‖ / ‖then‖ over the worst tensor; 0 for the same bits, None where nothing was
             compared or there is no number for it.
         detail: what differs, in words.
+        same_inputs: whether it read the recorded bits; None where that is not known.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Compared:
     verdict: Verdict
     error: float | None = None
     detail: str = ""
+    same_inputs: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "verdict": self.verdict.value}
@@ -96,7 +100,8 @@ def wanted(held: Bundle) -> list[Wanted]:
             known = recorded.get(specialization.digest)
             case = known["case"] if known is not None else max(variant.cases, key=lambda one: order.get(one, -1))
             entry, tensors = choice.entries[specialization.token], known["tensors"] if known is not None else None
-            found.append(Wanted(place, number, candidate, case, entry, tensors))
+            inputs = known.get("inputs") if known is not None else None
+            found.append(Wanted(place, number, candidate, case, entry, tensors, inputs))
     return found
 
 
@@ -112,20 +117,37 @@ def compared(one: Wanted, name: str, found: Mapping[str, Any] | None) -> Compare
     Args:
         one: the launch.
         name: kernel and key.
-        found: ``tensors`` and ``tolerance`` of this run; None if no step made the launch.
+        found: ``tensors``, ``tolerance`` and ``inputs`` of this run; None if no step made the launch.
     """
-    verdict, error, detail = Verdict.UNMET, None, ""
+    verdict, error, detail, same = Verdict.UNMET, None, "", None
+    if found is not None and one.inputs is not None and found.get("inputs") is not None:
+        same = one.inputs == found["inputs"]
     if found is not None and one.recorded is None:
         verdict = Verdict.UNRECORDED
     elif found is not None and one.recorded is not None:
-        verdict, error, detail = judge(one.recorded, found["tensors"], found["tolerance"])
-    return Compared(name, one.entry, one.case, verdict, error, detail)
+        verdict, error, detail = judge(one.recorded, found["tensors"], found["tolerance"], same_inputs=same)
+    return Compared(name, one.entry, one.case, verdict, error, detail, same)
+
+
+FLIPPED = 1e-3
+"""Share of integers and truth values that may differ on other inputs: a choice among nearly equal numbers falls
+otherwise where these change in their last bits."""
 
 
 def judge(
-    recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], tolerance: float
+    recorded: Sequence[Mapping[str, Any]],
+    found: Sequence[Mapping[str, Any]],
+    tolerance: float,
+    *,
+    same_inputs: bool | None = None,
 ) -> tuple[Verdict, float | None, str]:
     """Compares descriptions of tensors.
+
+    Args:
+        recorded, found: descriptions.
+        tolerance: of floating tensors.
+        same_inputs: whether the launch read the same bits both times; if it did, or that is not known, integers and
+            truth values have to be the same.
 
     Returns:
         The verdict; the largest error, None where there is no number for it; and what differs, in words.
@@ -133,13 +155,14 @@ def judge(
     now = {tensor["at"]: tensor for tensor in found}
     errors, details = [0.0], []
     for then in recorded:
-        error, detail = _difference(then, now.get(then["at"]), tolerance)
+        error, detail = _difference(then, now.get(then["at"]), tolerance, same_inputs)
         errors.append(error)
         details += [detail] if detail else []
     worst = max(errors)
     number = worst if math.isfinite(worst) else None
     if details:
-        return Verdict.DIFFERS, number, "; ".join(details)
+        read = {None: "", True: ", on the recorded inputs", False: ", on other inputs than recorded"}[same_inputs]
+        return Verdict.DIFFERS, number, "; ".join(details) + read
     same = all(then["digest"] == now[then["at"]]["digest"] for then in recorded)
     return (Verdict.SAME if same else Verdict.CLOSE), number, ""
 
@@ -147,7 +170,9 @@ def judge(
 _NUMBERS = {"norm", "not_finite", "sketch"}
 
 
-def _difference(then: Mapping[str, Any], now: Mapping[str, Any] | None, tolerance: float) -> tuple[float, str]:
+def _difference(
+    then: Mapping[str, Any], now: Mapping[str, Any] | None, tolerance: float, same_inputs: bool | None
+) -> tuple[float, str]:
     """An estimate of ‖now − then‖ / ‖then‖, and in words what is beyond the tolerance."""
     name = f"`{then['argument']:.60}`"
     if now is None:
@@ -157,6 +182,8 @@ def _difference(then: Mapping[str, Any], now: Mapping[str, Any] | None, toleranc
             return math.inf, f"{field} of {name} is `{now[field]}`; recorded `{then[field]}`"
     if then["digest"] == now["digest"]:
         return 0.0, ""
+    if "sketch" in then and "norm" not in then and len(now.get("sketch", ())) == len(then["sketch"]):
+        return _flipped(then, now, same_inputs)
     if not all(tensor.keys() >= _NUMBERS for tensor in (then, now)) or len(then["sketch"]) != len(now["sketch"]):
         return math.inf, f"{name} has other bits than recorded, and no tolerance applies to it"
     if then["not_finite"] != now["not_finite"]:
@@ -165,6 +192,18 @@ def _difference(then: Mapping[str, Any], now: Mapping[str, Any] | None, toleranc
     if error > tolerance:
         return error, f"{name} is off by about {error:.2e} of its norm; allowed {tolerance:.0e}"
     return error, ""
+
+
+def _flipped(then: Mapping[str, Any], now: Mapping[str, Any], same_inputs: bool | None) -> tuple[float, str]:
+    """The share of integers or truth values that differ, and in words whether they are too many."""
+    total = math.prod(then["shape"])
+    length = _distance(then["sketch"], now["sketch"], 1.0)
+    number = max(length * length / 2, 1.0)
+    share = number / max(total, 1)
+    if same_inputs is False and share <= FLIPPED:
+        return share, ""
+    allowed = f"; allowed {FLIPPED:.1%}" if same_inputs is False else ""
+    return share, f"about {number:.0f} of {total} elements of `{then['argument']:.60}` differ{allowed}"
 
 
 def _distance(one: Sequence[float], other: Sequence[float], norm: float) -> float:

@@ -50,6 +50,7 @@ class BuildResult:
         entries: binaries in it.
         seconds: wall time of each phase.
         device_busy_share: device-busy time over wall time of all tuning; None where nothing was measured.
+        measuring: where the last worker's wall time went, in s by part; ``measure.run`` names them.
         tells: whether this process is the one that tells a person; of several ranks, one.
     """
 
@@ -64,3 +65,4 @@ class BuildResult:
     seconds: Mapping[str, float]
     device_busy_share: float | None = None
     tells: bool = True
+    measuring: Mapping[str, float] = dataclasses.field(default_factory=dict)

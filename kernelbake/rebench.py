@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import math
 import os
 import random
 import tempfile
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernelbake import children, digest, gpu, packing
-from kernelbake.choose import Times
 from kernelbake.compiling import Task, tasks_of
 from kernelbake.errors import BuildError, InputError
 from kernelbake.manifest import Manifest
@@ -206,13 +204,10 @@ def _standing(held: Bundle, place: int, state: State) -> Rebenched:
     """How a launch's winner fares, from what was measured."""
     launch, decided = held.plan.launches[place], state.decided[place]
     choice = next(choice for choice in held.choices if choice.id == launch.id)
-    threshold = Manifest.from_resolved(held.manifest_resolved).measure.tie_threshold
-    return standing(launch, launch.candidates.index(choice.winner), choice.times, decided, state, threshold)
+    return standing(launch, launch.candidates.index(choice.winner), choice.times, decided, state)
 
 
-def standing(
-    launch: Launch, held: int, then: Mapping[str, Any], decided: Mapping[str, Any], state: State, threshold: float
-) -> Rebenched:
+def standing(launch: Launch, held: int, then: Mapping[str, Any], decided: Mapping[str, Any], state: State) -> Rebenched:
     """How the winner of a bundle fares.
 
     Args:
@@ -221,10 +216,9 @@ def standing(
         then: its times in the bundle.
         decided: what was decided now; ``tune.Report.decided`` says in what form.
         state: what became of candidates now.
-        threshold: relative difference of medians below which two candidates are tied.
     """
     candidates = decided["candidates"]
-    best = min(candidates, key=lambda place: (candidates[place]["median_ms"], int(place) != held))
+    best = min(candidates, key=lambda place: (candidates[place]["ratio"], int(place) != held))
     mine = candidates.get(str(held))
     names = {"name": str(launch), "winner": str(launch.candidates[held])}
     best_name, best_ms = str(launch.candidates[int(best)]), candidates[best]["median_ms"]
@@ -240,28 +234,23 @@ def standing(
             slower=None,
             detail=str(fate),
         )
-    slower = mine["median_ms"] / best_ms - 1
     return Rebenched(
         **names,
-        standing=_fares(decided, held, mine, candidates[best], slower - threshold),
+        standing=_fares(decided, held, mine),
         best=best_name,
         median_ms=mine["median_ms"],
         best_ms=best_ms,
         then_ms=then.get("median_ms"),
-        slower=slower,
+        slower=mine["ratio"] - 1,
     )
 
 
-def _fares(
-    decided: Mapping[str, Any], held: int, mine: Mapping[str, Any], best: Mapping[str, Any], beyond: float
-) -> Standing:
-    """Beaten is who is slower than the fastest by more than the tie threshold, beyond the uncertainty of both."""
+def _fares(decided: Mapping[str, Any], held: int, mine: Mapping[str, Any]) -> Standing:
+    """Beaten is who is slower than the fastest by more than a tie may be, beyond the uncertainty."""
     leaders = {decided["winner"], decided["candidates"][str(decided["winner"])].get("same_code_as")}
     if {held, mine.get("same_code_as")} & (leaders - {None}):
         return Standing.WINNER
-    one, other = (Times((tuple(times["samples_ms"]),)) for times in (mine, best))
-    doubt = 2 * math.hypot(one.uncertainty, other.uncertainty) / best["median_ms"]
-    return Standing.BEATEN if beyond > doubt else Standing.TIED
+    return Standing.BEATEN if mine["ratio"] - 1 - decided["band"] > mine["doubt"] else Standing.TIED
 
 
 def refuse(found: tuple[Rebenched, ...], name: str) -> None:

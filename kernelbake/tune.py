@@ -7,11 +7,13 @@ down a ``Report``'s, so that scripted candidates take the very path that real on
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kernelbake.choose import Agreement, Difference, InvalidTimeError, Policy, Race, Times, checked_samples
 from kernelbake.errors import BuildError
+from kernelbake.keys import Config
 from kernelbake.outcome import OK, Reason, Rejected, one_line
 from kernelbake.plan import Launch
 
@@ -74,8 +76,13 @@ class Site(Protocol):
         """Runs it until clocks and caches are as in the long run."""
         ...
 
-    def sample(self, candidate: int) -> Any:
-        """Times of single launches in ms: the kernel alone, caches cold, nothing else in the timed region."""
+    def sample(self, candidate: int, *, brief: bool) -> Any:
+        """Times of single launches in ms: the kernel alone, caches cold, nothing else in the timed region.
+
+        Args:
+            candidate: which.
+            brief: a few are enough.
+        """
         ...
 
     def answers(self) -> bool:
@@ -116,7 +123,9 @@ class _Tuning:
 
     def __init__(self, policy: Policy, report: Report, place: int, launch: Launch, site: Site) -> None:
         self._policy, self._report, self._place, self._launch, self._site = policy, report, place, launch, site
-        self._tokens = {config.token: index for index, config in enumerate(launch.candidates)}
+        places = sorted(range(len(launch.candidates)), key=lambda place: preference(launch.candidates[place]))
+        self._tokens = {launch.candidates[place].token: place for place in places}
+        self._order = {token: number for number, token in enumerate(self._tokens)}
         self._fates: dict[int, Rejected] = dict(report.rejected(place))
         self._same: dict[str, list[str]] = {}
         self._agreement: Agreement[Any] = Agreement(site.difference)
@@ -132,8 +141,8 @@ class _Tuning:
         raise self._nobody()
 
     def first_sound(self) -> int:
-        """The first candidate that loads, runs and repeats itself."""
-        for token in sorted(self._tokens):
+        """The first candidate, by preference, that loads, runs and repeats itself."""
+        for token in self._tokens:
             if self._tokens[token] in self._fates:
                 continue
             self._report.start(self._place, self._tokens[token])
@@ -172,10 +181,10 @@ class _Tuning:
     # ------------------------------------------------------------------------------------------ the phases
 
     def _check(self) -> dict[str, Checked]:
-        """Every distinct candidate, run and looked at, by token in their order."""
+        """Every distinct candidate, run and looked at, in the order of preference."""
         first: dict[str, str] = {}
         checked: dict[str, Checked] = {}
-        for token in sorted(self._tokens):
+        for token in self._tokens:
             if self._tokens[token] in self._fates:
                 continue
             identity = self._attempt(token, self._site.identity)
@@ -248,8 +257,11 @@ class _Tuning:
         self._site.warm(candidate)
         return True
 
+    def _sample(self, candidate: int, *, brief: bool) -> list[float]:
+        return checked_samples(self._site.sample(candidate, brief=brief))
+
     def _race(self, accepted: Mapping[str, Difference]) -> Race:
-        race = Race(self._policy, list(accepted))
+        race = Race(self._policy, list(accepted), self._order.__getitem__)
         warmed: set[str] = set()
         while names := race.next_round():
             for token in names:
@@ -259,7 +271,7 @@ class _Tuning:
                     if self._attempt(token, self._warm) is None:
                         race.drop(token)
                         continue
-                samples = self._attempt(token, lambda candidate: checked_samples(self._site.sample(candidate)))
+                samples = self._attempt(token, functools.partial(self._sample, brief=race.brief))
                 if samples is None:
                     race.drop(token)
                 else:
@@ -283,11 +295,12 @@ class _Tuning:
     # ------------------------------------------------------------------------------------------ the end
 
     def _decide(self, race: Race, accepted: Mapping[str, Difference], checked: Mapping[str, Checked]) -> int:
-        verdict = race.verdict()
+        verdict, ratios = race.verdict(), race.ratios()
         winner = self._tokens[verdict.winner]
         candidates = {}
         for token, times in race.times.items():
             facts = {**_facts(times), "error": accepted[token].error, "repeatable": checked[token].same_bits}
+            facts |= {"ratio": round(ratios[token], 6), "doubt": round(race.doubt(token, ratios), 6)}
             candidates[str(self._tokens[token])] = facts
             for name in self._same.get(token, []):
                 candidates[str(self._tokens[name])] = {**facts, "same_code_as": self._tokens[token]}
@@ -297,6 +310,7 @@ class _Tuning:
             "runner_up": runner_up,
             "margin": verdict.margin,
             "told_apart": verdict.told_apart,
+            "band": round(race.band(ratios), 6),
             "tied": [self._tokens[token] for token in verdict.tied],
             "candidates": candidates,
         }
@@ -308,6 +322,16 @@ class _Tuning:
 
     def _nobody(self) -> BuildError:
         return nobody(self._launch, self._fates)
+
+
+def preference(config: Config) -> tuple[int, int, str]:
+    """Of two candidates that are as good as each other the one that takes less of the GPU: fewer warps, then fewer
+    stages; then the one whose token is smaller. Nothing here depends on a measurement or on an order."""
+    return config.num_warps or _NUM_WARPS, config.num_stages or _NUM_STAGES, config.token
+
+
+_NUM_WARPS, _NUM_STAGES = 4, 3
+"""Triton's defaults."""
 
 
 def tune(policy: Policy, report: Report, place: int, launch: Launch, site: Site) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import json
 import math
 import re
@@ -38,7 +37,10 @@ def _path_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("built") / "bundle.tar"
-    profile, section = profiles.load("interpreter"), {"sizes": [100, 256], "kernels": ["scale", "shift", "accumulate"]}
+    profile, section = (
+        profiles.load("interpreter"),
+        {"sizes": [100, 256], "kernels": ["scale", "shift", "accumulate", "mark"]},
+    )
     plugin, compile_ = "toyworkload:WORKLOAD", CompileOptions()
     manifest = Manifest(1, "toy", profile, plugin, section, POLICY, compile_, b"name: toy\n", "toy.yaml")
     with pytest.MonkeyPatch.context() as patched:
@@ -83,7 +85,7 @@ def test_every_winners_outputs_are_recorded_in_the_largest_case_that_meets_it(bu
     [y] = large["tensors"]
     wanted = (2.0 * x).double()
     assert (y["argument"], y["at"], y["dtype"], y["not_finite"]) == ("y", 1, "float32", 0)
-    assert y["digest"] == "sha256:" + hashlib.sha256((2.0 * x).numpy().tobytes()).hexdigest()
+    assert y["digest"] == described(2.0 * x)["digest"]
     assert y["norm"] == pytest.approx(float(wanted.norm()), rel=1e-8)
     assert y["sum"] == pytest.approx(float(wanted.sum()), rel=1e-7)
 
@@ -92,11 +94,25 @@ def test_the_same_machine_gives_the_same_bits(built: Path) -> None:
     level = _level(built, "device", on_device=True)
     assert level.outcome is Outcome.PROVED, level
     assert {one["verdict"] for one in level.findings} == {"same bits"}
+    assert {one["same_inputs"] for one in level.findings} == {True}
     count = len(level.findings)
     assert (
         level.text
         == f"the interpreter runs; in the steps of 2 cases, of {count} launches {count} gave the recorded bits"
     )
+
+
+def test_only_what_a_launch_writes_counts(built: Path) -> None:
+    """The other half of its outputs holds something else in every process; the build's is not recorded."""
+    held = bundle.read(built)
+    seeded = torch.Generator("cpu").manual_seed(POLICY.seed)
+    x = [torch.randn(256, generator=seeded) for _ in range(4)][-1]
+    [marked] = [one for one in _recorded(held)["mark"] if one["tensors"][0]["shape"] == [512]]
+    loss, positive = marked["tensors"]
+    rest = torch.zeros(256)
+    assert loss["digest"] == described(torch.cat([x * x, rest]))["digest"]
+    assert positive["digest"] == described(torch.cat([x > 0, rest.bool()]))["digest"]
+    assert marked["inputs"].startswith("sha256:")
 
 
 def test_other_outputs_than_recorded_are_told_apart_by_their_size(
@@ -108,7 +124,8 @@ def test_other_outputs_than_recorded_are_told_apart_by_their_size(
         changed = copy.deepcopy(dict(line))
         for outputs in changed.get("outputs", {}).values():
             for tensor in outputs["tensors"]:
-                tensor["digest"] = "sha256:" + "0" * 64
+                if not line["kernel"].endswith(":mark"):
+                    tensor["digest"] = "sha256:" + "0" * 64
                 if line["kernel"].endswith(":shift"):
                     tensor["sketch"] = [1.01 * number for number in tensor["sketch"]]
         if line["kernel"].endswith(":accumulate"):
@@ -126,10 +143,12 @@ def test_other_outputs_than_recorded_are_told_apart_by_their_size(
         ("toykernels.scale", "within tolerance"),
         ("toykernels.shift", "differs"),
         ("toykernels.accumulate", "not recorded"),
+        ("toykernels.mark", "same bits"),
     }
     assert "launches do not write what was recorded" in err
     far = (
-        r"toykernels\.shift \(not tuned\), in size=256: `x` is off by about \d\.\d\de-0[23] of its norm; allowed 1e-03"
+        r"toykernels\.shift \(not tuned\), in size=256: `x` is off by about \d\.\d\de-0[23] of its norm; "
+        r"allowed 1e-03, on the recorded inputs"
     )
     assert re.search(far, err), err
 
@@ -212,18 +231,42 @@ def test_what_a_launch_left_alone_does_not_count() -> None:
         plain = arguments.contents(arguments.changed())
         filled = arguments.poison([0])
         copy_[:4] = 1.0
-        found.append(written(arguments, Result(plain, arguments.contents(filled)), {}))
+        found.append(written(arguments, Result(plain, arguments.contents(filled)), (), {}))
     assert found[0] == found[1]
     assert found[0][0]["sum"] == 4.0
 
 
-def test_integers_have_a_digest_and_nothing_else() -> None:
-    facts = described(torch.arange(4, dtype=torch.int32))
-    assert facts == {
-        "dtype": "int32",
-        "shape": [4],
-        "digest": "sha256:" + hashlib.sha256(torch.arange(4, dtype=torch.int32).numpy().tobytes()).hexdigest(),
-    }
+def test_a_digest_feels_every_byte_place_and_length() -> None:
+    data = torch.arange(100, dtype=torch.uint8)
+    digests = {described(data[:length])["digest"] for length in range(100)}
+    for place in range(100):
+        changed = data.clone()
+        changed[place] ^= 0x80
+        digests.add(described(changed)["digest"])
+    swapped = data.reshape(-1, 4).flip(0).reshape(-1)
+    digests |= {described(swapped)["digest"], described(data)["digest"]}
+    assert len(digests) == 202
+    table = data.reshape(10, 10)
+    assert described(table.t())["digest"] == described(table.t().contiguous())["digest"] != described(table)["digest"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
+def test_a_sketch_of_integers_tells_how_many_differ(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    then = torch.randint(0, 2, (1 << 16,), generator=generator).to(dtype)
+    for number in (1, 30, 5000):
+        now = then.clone()
+        now[:number] = 1 - now[:number].to(torch.int64)
+        tensors = [[{"argument": "y", "at": 0, **described(tensor)}] for tensor in (then, now)]
+        verdict, share, _ = judge(*tensors, 0.5, same_inputs=False)
+        assert share is not None
+        assert 0.5 < share * len(then) / number < 1.7
+        assert (verdict is Verdict.CLOSE) == (number <= 30)
+    facts = described(then)
+    assert set(facts) == {"dtype", "shape", "digest", "sketch"}
+
+
+def test_numbers_out_of_range_are_left_out() -> None:
     odd = described(torch.tensor([1.0, math.nan, math.inf]))
     assert (odd["not_finite"], odd["norm"], odd["sum"]) == (2, 1.0, 1.0)
     assert "sketch" not in described(torch.full((4,), 1e300, dtype=torch.float64))

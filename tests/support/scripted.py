@@ -144,7 +144,7 @@ class ScriptedSite:
         if "hang-later" in self._scripts[candidate]:
             time.sleep(3600)
 
-    def sample(self, candidate: int) -> Any:
+    def sample(self, candidate: int, *, brief: bool) -> Any:
         script = self._scripts[candidate]
         self._samples[candidate] += 1
         for name, value in _TIMES.items():

@@ -39,6 +39,15 @@ def accumulate(x, total, bias, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     tl.store(total + at, tl.load(total + at, mask=at < n) + value, mask=at < n)
 
 
+@triton.jit(do_not_specialize=("first",))
+def mark(x, loss, positive, first, n, BLOCK: tl.constexpr):
+    """Fills some rows of larger outputs, one of them of truth values."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n)
+    tl.store(loss + first + at, value * value, mask=at < n)
+    tl.store(positive + first + at, value > 0, mask=at < n)
+
+
 @triton.autotune(configs=_configs(16, 32, 64, 128), key=["n"])
 @triton.jit
 def wrong_at_128(x, y, n, BLOCK: tl.constexpr):

@@ -8,6 +8,7 @@ raises), ``WATCHFUL`` (asserts what it sees around its launches), ``KNOWING`` (h
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,6 +60,18 @@ def _launch_accumulate(x: Any, n: Any) -> None:
         toykernels.accumulate[_grid(n)](x, torch.ones_like(x), bias, n)
 
 
+def _launch_mark(x: Any, n: Any) -> None:
+    """Two halves of outputs that hold, as memory does, something else in every process."""
+    import torch
+    import toykernels
+
+    rubbish = torch.Generator(x.device).manual_seed(int.from_bytes(os.urandom(7)))
+    loss = torch.randn(2 * n, generator=rubbish, device=x.device)
+    positive = torch.randint(0, 2, (2 * n,), generator=rubbish, device=x.device).bool()
+    for first in (0, n):
+        toykernels.mark[(-(-n // 64),)](x, loss, positive, first, n, BLOCK=64)
+
+
 def _launch_copy(name: str) -> Any:
     def launch(x: Any, n: Any) -> None:
         import torch
@@ -82,6 +95,7 @@ _LAUNCHES = {
     "scale": _launch_scale,
     "shift": _launch_shift,
     "accumulate": _launch_accumulate,
+    "mark": _launch_mark,
     "wrong_at_128": _launch_copy("wrong_at_128"),
     "strays_at_64": _launch_copy("strays_at_64"),
     "leaves_gaps_at_64": _launch_copy("leaves_gaps_at_64"),

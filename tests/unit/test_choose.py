@@ -109,12 +109,9 @@ def test_uncertainty_of_a_normal_sample() -> None:
     noise = random.Random(3)
     times = Times((tuple(noise.gauss(10.0, 1.0) for _ in range(4000)),))
     assert times.spread == pytest.approx(1.349, rel=0.06)
-    assert times.uncertainty == pytest.approx(1.2533 / math.sqrt(4000), rel=0.06)
-    assert times.median == pytest.approx(10.0, abs=4 * times.uncertainty)
-
-
-def test_drift_between_rounds_counts_as_uncertainty() -> None:
-    assert Times(((1.0,) * 9, (1.1,) * 9)).uncertainty == pytest.approx(0.05)
+    assert times.within == pytest.approx(1.2533 / math.sqrt(4000), rel=0.06)
+    for middle in (times.median, times.level):
+        assert middle == pytest.approx(10.0, abs=4 * times.within)
 
 
 def _apart(one: float, other: float) -> Difference:

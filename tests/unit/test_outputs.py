@@ -65,10 +65,32 @@ def test_integers_have_to_be_the_same() -> None:
     assert judge([bare], [{**bare, "digest": DIGESTS[1]}], 0.5)[0] is Verdict.DIFFERS
 
 
+@pytest.mark.parametrize(
+    ("same_inputs", "flips", "verdict", "detail"),
+    [
+        (False, 1, Verdict.CLOSE, ""),
+        (False, 3, Verdict.DIFFERS, "about 3 of 2000 elements of `y` differ; allowed 0.1%, on other inputs"),
+        (True, 1, Verdict.DIFFERS, "about 1 of 2000 elements of `y` differ, on the recorded inputs"),
+        (None, 1, Verdict.DIFFERS, "about 1 of 2000 elements of `y` differ"),
+    ],
+)
+def test_few_truth_values_may_flip_on_other_inputs(
+    same_inputs: bool | None, flips: int, verdict: Verdict, detail: str
+) -> None:
+    then = {name: _tensor()[name] for name in ("argument", "at", "digest")} | {"dtype": "bool", "shape": [2000]}
+    sketches = [0.0, 0.0], [(2.0 * flips) ** 0.5, -((2.0 * flips) ** 0.5)]
+    before, after = ({**then, "digest": DIGESTS[number], "sketch": sketches[number]} for number in range(2))
+    got, error, text = judge([before], [after], 0.01, same_inputs=same_inputs)
+    assert (got, error) == (verdict, pytest.approx(flips / 2000))
+    assert text.startswith(detail)
+    assert bool(text) == bool(detail)
+    assert judge([before], [before], 0.01, same_inputs=same_inputs)[0] is Verdict.SAME
+
+
 def test_launches_are_counted_by_verdict_and_the_differing_refused_by_name() -> None:
     one = Wanted(0, 0, 0, "size=1", DIGESTS[2], [_tensor()])
     unrecorded = Wanted(1, 0, 0, "size=1", None, None)
-    run = {"tensors": [_tensor(1, 1.001)], "tolerance": 0.01}
+    run = {"tensors": [_tensor(1, 1.001)], "tolerance": 0.01, "inputs": DIGESTS[0]}
     far = {"tensors": [_tensor(1, 2.0)], "tolerance": 0.01}
     found = [
         compared(one, "a n=1", run),
@@ -88,6 +110,9 @@ def test_launches_are_counted_by_verdict_and_the_differing_refused_by_name() -> 
     [reason] = caught.value.reasons
     assert reason.startswith("a n=3, entry `sha256:222222222222`, in size=1: `y` is off by about 1.00e+00")
     assert found[0].to_json()["verdict"] == "within tolerance"
+    assert found[0].same_inputs is None, "the bundle does not say"
+    for inputs, same in ((DIGESTS[0], True), (DIGESTS[1], False)):
+        assert compared(Wanted(0, 0, 0, "size=1", None, [_tensor()], inputs), "a", run).same_inputs is same
     assert isinstance(found[0], Compared)
 
 
@@ -96,9 +121,9 @@ def test_launches_are_counted_by_verdict_and_the_differing_refused_by_name() -> 
 LAUNCH = scripted.launch("kernel", ["time=1.0", "time=2.0", "time=3.0"])
 
 
-def _standing(medians: dict[int, float], held: int, *, spread: float = 0.0, **facts: Any) -> Rebenched:
+def _standing(medians: dict[int, float], held: int, *, doubt: float = 0.0, **facts: Any) -> Rebenched:
     candidates: dict[str, dict[str, Any]] = {
-        str(place): {"median_ms": median, "samples_ms": [median - spread, median, median + spread]}
+        str(place): {"median_ms": median, "ratio": median / min(medians.values()), "doubt": doubt}
         for place, median in medians.items()
     }
     for place, same in facts.items():
@@ -108,8 +133,8 @@ def _standing(medians: dict[int, float], held: int, *, spread: float = 0.0, **fa
     for place in range(3):
         if place not in medians:
             state.rejected[0][place] = Rejected(Reason.WRONG, "it lies")
-    decided = {"winner": winner, "candidates": candidates}
-    return standing(LAUNCH, held, {"median_ms": 0.5}, decided, state, 0.01)
+    decided = {"winner": winner, "candidates": candidates, "band": 0.01}
+    return standing(LAUNCH, held, {"median_ms": 0.5}, decided, state)
 
 
 def test_who_wins_again() -> None:
@@ -123,7 +148,7 @@ def test_who_is_beaten_and_who_is_tied() -> None:
     found = _standing({0: 1.0, 1: 1.2}, 1)
     assert (found.standing, found.best) == (Standing.BEATEN, str(LAUNCH.candidates[0]))
     assert found.slower == pytest.approx(0.2)
-    assert _standing({0: 1.0, 1: 1.2}, 1, spread=0.5).standing is Standing.TIED, "it cannot be told"
+    assert _standing({0: 1.0, 1: 1.2}, 1, doubt=0.25).standing is Standing.TIED, "it cannot be told"
     with pytest.raises(BuildError, match="1 of 2 winners would not win again") as caught:
         refuse((found, _standing({0: 1.0}, 0)), "toy")
     assert caught.value.exit_code == 6
