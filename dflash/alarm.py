@@ -34,14 +34,13 @@ class Alarm:
         if self.failure is not None:
             raise Rung
 
-    def change(self, what: Callable[[], None]) -> None:
-        """Changes something that others wait for."""
+    def tell(self) -> None:
+        """Says that something has changed that others may wait for."""
         with self._condition:
-            what()
             self._condition.notify_all()
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for what others ``change``.
+        """Waits for what others ``tell``.
 
         Raises:
             Rung: somebody failed before it was so.

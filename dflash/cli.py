@@ -217,7 +217,9 @@ def _sum_up(made: Trainer, started: Started, reports: list[StepReport], asked: _
     peaks = made.peaks()
     for text in (*started.proof.lines(), *(peak.line() for peak in peaks if peak.measured_bytes is not None)):
         render.note(text)
-    profile = made.profiler.profile(reports) if made.profiler is not None and not stopped else None
+    profile = (
+        made.profiler.profile(reports) if made.profiler is not None and not stopped and asked.ranks.leads else None
+    )
     if profile is not None:
         render.profile(profile)
     recorded = asked.recorded() if asked.recorded is not None else None
@@ -335,12 +337,12 @@ def _code(function: Callable[[], Any]) -> int:
         return _refuse(InputError(f"{command}: {error.format_message().rstrip('.')}", hint=f"see {command} --help"))
     except click.ClickException as error:
         return _refuse(InputError(f"dflash: {error.format_message().rstrip('.')}"))
-    except (errors.HangError, errors.RankLostError) as error:
-        code = _refuse(error)
-        render.flush()
-        os._exit(code)  # threads and devices that wait for others would keep this process from ending
     except KernelbakeError as error:
-        return _refuse(error)
+        code = _refuse(error)
+        if isinstance(error, errors.HangError) or ranks.is_one_of_several():
+            render.flush()
+            os._exit(code)  # threads and devices that wait for others would keep this process from ending
+        return code
     except Exception:
         render.fault(traceback.format_exc())
         return ExitCode.FAULT

@@ -125,7 +125,8 @@ class Crew:
             while (work := inbox.get()) is not None:
                 self.alarm.check()
                 result = pair.step(work.batches, work.lr, weight_sum=work.weight_sum, upcoming=work.upcoming)
-                self.alarm.change(lambda result=result: self._results.update({place: result}))  # type: ignore[misc]
+                self._results[place] = result
+                self.alarm.tell()
         except Rung:
             return
         except BaseException as error:  # of any kind: the thread's last words must reach the caller

@@ -160,10 +160,9 @@ class PeerExchange:
             if self._offered[piece] == len(self._flats):
                 self._offered[piece] = 0
                 self._launch(self.pieces[piece])
-                self._alarm.change(self._count)
-
-    def _count(self) -> None:
-        self._launched += 1
+                self._launched += 1
+                if self._launched % len(self.pieces) == 0:
+                    self._alarm.tell()
 
     def finish(self, pair: int) -> None:
         self._finished[pair] += 1

@@ -156,13 +156,18 @@ def _plain(failure: KernelbakeError | None) -> tuple[str, int] | None:
     return None if failure is None else (failure.message, int(failure.exit_code))
 
 
+def is_one_of_several() -> bool:
+    """Whether ``torchrun`` started this process beside others."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ
+
+
 def from_environment() -> Ranks:
     """This process among those that ``torchrun`` started, not yet connected; alone without it.
 
     Raises:
         InputError: the environment says half of it.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+    if not is_one_of_several():
         return Ranks()
     lacking = [name for name in _NAMES if not os.environ.get(name, "").isdecimal()]
     if lacking:
