@@ -33,6 +33,7 @@ MAY_LOAD_HEAVY = {
     "kernelbake.replay",
     "kernelbake.runners",
     "kernelbake.summaries",
+    "kernelbake.touched",
     # parts of the frozen launch path
     "kernelbake.calls",
     "kernelbake.devices",
