@@ -50,6 +50,10 @@ class Source(Protocol):
         """Token ids of a sample and which of them are supervised."""
         ...
 
+    def length(self, number: int) -> int | None:
+        """How many tokens ``read`` will give, where that is known without reading."""
+        ...
+
 
 def as_bytes(text: str) -> list[int]:
     """The byte-level tokenizer: the ids are the bytes of the text in UTF-8."""
@@ -116,6 +120,9 @@ class PythonSources:
         supervised[:1] = False
         return ids, supervised
 
+    def length(self, number: int) -> int | None:
+        return self._pieces[number][2] if self._encode is as_bytes else None
+
 
 class Part:
     """Some of the samples of a source.
@@ -139,6 +146,9 @@ class Part:
     def read(self, number: int) -> Tokens:
         return self._source.read(self._numbers[number])
 
+    def length(self, number: int) -> int | None:
+        return self._source.length(self._numbers[number])
+
 
 def hold_out(source: Source, count: int) -> tuple[Source, Source]:
     """Samples to train on, and ``count`` others, which stand at even distances in the source.
@@ -155,6 +165,22 @@ def hold_out(source: Source, count: int) -> tuple[Source, Source]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Visit:
+    """A sample in its place in the order, read or not.
+
+    Args:
+        epoch, index: which, and for which time.
+        length: its tokens.
+        sample: as it was read, where its length was not known without.
+    """
+
+    epoch: int
+    index: int
+    length: int
+    sample: Sample | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Planned:
     """The samples of a batch that has not been made yet.
 
@@ -164,17 +190,17 @@ class Planned:
     """
 
     shape: Shape
-    rows: list[list[Sample]]
+    rows: list[list[Visit]]
 
     @property
     def num_tokens(self) -> int:
         """Tokens that will be no padding."""
-        return sum(len(sample.tokens) for row in self.rows for sample in row)
+        return sum(visit.length for row in self.rows for visit in row)
 
     @property
     def visits(self) -> tuple[tuple[int, int], ...]:
         """(epoch, index) of every sample."""
-        return tuple((sample.epoch, sample.index) for row in self.rows for sample in row)
+        return tuple((visit.epoch, visit.index) for row in self.rows for visit in row)
 
 
 class Loader:
@@ -183,8 +209,8 @@ class Loader:
     In the padded layout samples wait in the queue of their bucket until a batch is full; in the packed one a row is
     filled with the next samples until one does not fit. What waits at the end of an epoch goes on into the next.
 
-    ``plan`` goes on by one batch and ``make`` makes it, so that a rank follows the order of all batches and makes only
-    its own.
+    ``plan`` goes on by one batch and ``make`` makes it, so that a rank follows the order of all batches, and reads and
+    makes only its own.
 
     Args:
         source: the samples.
@@ -213,12 +239,14 @@ class Loader:
         self._drafting = drafting
         self._seed = seed
         self._epoch, self._next = 0, 0
-        self._waiting: dict[int, list[Sample]] = {bucket: [] for bucket in shapes}
+        self._waiting: dict[int, list[Visit]] = {bucket: [] for bucket in shapes}
         if state is not None:
             self._epoch, self._next = state["epoch"], state["next"]
             waiting = {int(bucket): visits for bucket, visits in state["waiting"].items()}
             self._check_place(waiting)
-            self._waiting.update({bucket: [self._sample(*one) for one in visits] for bucket, visits in waiting.items()})
+            self._waiting.update(
+                {bucket: [self._visited(*one) for one in visits] for bucket, visits in waiting.items()}
+            )
 
     def _check_place(self, waiting: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Refuses a place that these samples and shapes do not have: the data changed, or the checkpoint is damaged."""
@@ -252,10 +280,10 @@ class Loader:
         if next(iter(self._shapes.values())).packed:
             return self._plan_packed()
         while True:
-            sample = self._visit()
-            bucket = bucket_for(len(sample.tokens), tuple(self._shapes))
+            visit = self._visit()
+            bucket = bucket_for(visit.length, tuple(self._shapes))
             queue = self._waiting[bucket]
-            queue.append(sample)
+            queue.append(visit)
             if len(queue) == self._shapes[bucket].batch:
                 self._waiting[bucket] = []
                 return Planned(self._shapes[bucket], [[held] for held in queue])
@@ -264,26 +292,44 @@ class Loader:
         bucket = max(self._shapes)
         row = self._waiting[bucket]
         while True:
-            sample = self._visit()
-            if row and sum(len(held.tokens) for held in row) + len(sample.tokens) > bucket:
-                self._waiting[bucket] = [sample]
+            visit = self._visit()
+            if row and sum(held.length for held in row) + visit.length > bucket:
+                self._waiting[bucket] = [visit]
                 return Planned(self._shapes[bucket], [row])
-            row.append(sample)
+            row.append(visit)
 
     def make(self, planned: Planned) -> Batch:
-        """The batch of these samples."""
-        return assemble(planned.rows, planned.shape, self._drafting, self._seed)
+        """The batch of these samples.
 
-    def _visit(self) -> Sample:
+        Raises:
+            DataError: one has not the length that it had.
+        """
+        rows = [[visit.sample or self._read(visit) for visit in row] for row in planned.rows]
+        return assemble(rows, planned.shape, self._drafting, self._seed)
+
+    def _visit(self) -> Visit:
         if self._next == len(self.source):
             self._epoch, self._next = self._epoch + 1, 0
         order = _order(self._seed, self._epoch, len(self.source))
         number = int(order[self._next])
         self._next += 1
-        return self._sample(self._epoch, number)
+        return self._visited(self._epoch, number)
 
-    def _sample(self, epoch: int, number: int) -> Sample:
-        return Sample(epoch, number, *self.source.read(number))
+    def _visited(self, epoch: int, number: int) -> Visit:
+        length = self.source.length(number)
+        if length is not None:
+            return Visit(epoch, number, length, None)
+        sample = Sample(epoch, number, *self.source.read(number))
+        return Visit(epoch, number, len(sample.tokens), sample)
+
+    def _read(self, visit: Visit) -> Sample:
+        sample = Sample(visit.epoch, visit.index, *self.source.read(visit.index))
+        if len(sample.tokens) != visit.length:
+            raise DataError(
+                f"data: `{self.source.name}` has changed while it was in use: sample `{visit.index}` has "
+                f"`{len(sample.tokens)}` tokens; wanted `{visit.length}`, as when it was checked"
+            )
+        return sample
 
 
 @functools.lru_cache(maxsize=2)

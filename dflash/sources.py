@@ -137,6 +137,7 @@ class RowSource:
         self._longest = longest
         self._truncate = truncate
         self._keys = array.array("q")
+        self._lengths = array.array("q")
         faults: list[str] = []
         try:
             for batch in _batches(rows):
@@ -176,6 +177,7 @@ class RowSource:
             self._drop(Dropped("no supervised token that a block could draft"), row.place)
         else:
             self._keys.append(row.key)
+            self._lengths.append(len(supervised))
             self.num_tokens += len(supervised)
             self.num_supervised += int(supervised.sum())
 
@@ -203,6 +205,9 @@ class RowSource:
             raise self._changed(number)
         ids, supervised = np.array(item.ids, np.int64), np.array(item.supervised, np.bool_)
         return ids[: self._longest], supervised[: self._longest]
+
+    def length(self, number: int) -> int | None:
+        return self._lengths[number]
 
     def _changed(self, number: int) -> DataError:
         return DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import math
 from pathlib import Path
@@ -220,12 +221,17 @@ class Numbered:
     def __init__(self, count: int) -> None:
         self.dropped: collections.Counter[str] = collections.Counter()
         self._count = count
+        self.read_numbers: list[int] = []
 
     def __len__(self) -> int:
         return self._count
 
     def read(self, number: int) -> tuple[anchors.Integers, anchors.Flags]:
+        self.read_numbers.append(number)
         return np.full(number + 3, number), np.ones(number + 3, np.bool_)
+
+    def length(self, number: int) -> int | None:
+        return number + 3 if number % 2 else None  # some are known, some have to be read
 
 
 def loader(count: int, batch: int = 2, layout: str = "padded", state: dict[str, object] | None = None) -> data.Loader:
@@ -317,3 +323,24 @@ def test_the_standard_library_gives_pieces_of_every_bucket(tmp_path: Path) -> No
     assert all((source.read(n)[0] == again.read(n)[0]).all() for n in range(len(source)))
     with pytest.raises(DataError, match="no Python file"):
         data.PythonSources(data.as_bytes, (32,), packed=False, folder=tmp_path / "test")
+
+
+def test_a_batch_that_is_not_made_is_not_read_where_lengths_are_known() -> None:
+    """What a rank does with the batches of others; each sample of its own is read once."""
+    given, plain = loader(12), loader(12)
+    for turn in range(6):
+        planned = given.plan()
+        wanted = next(plain)
+        if turn % 2:
+            assert given.make(planned).input_ids_BS.equal(wanted.input_ids_BS)
+        assert planned.visits == wanted.visits
+        assert planned.num_tokens == wanted.num_tokens
+    assert len(given.source.read_numbers) < len(plain.source.read_numbers)  # type: ignore[attr-defined]
+    assert len(set(plain.source.read_numbers)) == len(plain.source.read_numbers)  # type: ignore[attr-defined]
+
+
+def test_a_sample_that_lost_tokens_after_it_was_checked_is_named() -> None:
+    given = loader(12)
+    given.source.read = lambda number: (np.zeros(2, np.int64), np.ones(2, np.bool_))  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"`numbered` has changed while it was in use: sample `\d+` has `2` tokens"):
+        list(itertools.islice(given, 6))
