@@ -27,7 +27,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 NAME, OTHER_NAME = "pairs_h200x2", "pairs_tried"
 LENGTHS = (512, 4096)
 EQUAL_STEPS = 50
-LONG_SHARE = 5
+LONG_SHARE = 10
 """One in so many of the steps before the weights are compared has the greatest length; the others are short."""
 
 STEP_BYTES = 12 * 2**30
@@ -136,8 +136,6 @@ def failure(trainer: Trainer, step: int) -> dict[str, Any]:
     Returns:
         what the run ended with, the steps that it had launched, and how long after the exception it ended.
     """
-    from kernelbake.errors import KernelbakeError
-
     pair = trainer.pairs[-1]
     network, forward, last = pair.drafter, pair.drafter.forward, pair.updates + step - 1
     raised: list[float] = []
@@ -152,13 +150,12 @@ def failure(trainer: Trainer, step: int) -> dict[str, Any]:
     network.forward = failing_forward  # type: ignore[method-assign]
     try:
         trainers.block(trainer)
-    except KernelbakeError as error:
+    except Exception as error:
         after = time.perf_counter() - raised[0] if raised else None
         return {
             "error": type(error).__name__,
-            "code": int(error.exit_code),
-            "message": error.message,
-            "reasons": list(error.reasons),
+            "message": getattr(error, "message", str(error)),
+            "reasons": list(getattr(error, "reasons", ())),
             "pair": pair.number,
             "device": str(pair.device),
             "steps": trainer.done,
@@ -196,34 +193,17 @@ def child(given: Mapping[str, Any]) -> None:
     stock = given["side"] == "stock"
     with trainers.opened(bundle, output, given["devices"], stock=stock, buckets=buckets, layers=layers) as process:
         side = Side(process, given["block_s"])
-        answers = {"facts": process.facts, "open": side.open, "equal": side.equal, "round": side.round}
-        trainers.serve({**answers, "profile": side.profile, "fail": side.fail, "counts": side.counts})
+        kinds = (side.open, side.equal, side.round, side.profile, side.fail, side.counts)
+        answers: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in kinds}
+        trainers.serve({**answers, "facts": process.facts})
 
 
 # ---------------------------------------------------------------------------------------------- what comes of it
 
 
-def rates(rounds: Sequence[Mapping[str, Any]], side: str) -> list[float]:
-    """Batches per second of each round.
-
-    Args:
-        rounds: seconds of every step of ``threads``, and of each pair ``alone``.
-        side: ``threads``, a batch of each pair in a step; or ``alone``, one pair after the other.
-    """
-    if side == "threads":
-        return [len(one["alone"]) * len(one[side]) / sum(one[side]) for one in rounds]
-    return [sum(map(len, one[side])) / sum(map(sum, one[side])) for one in rounds]
-
-
-def speedup(rounds: Sequence[Mapping[str, Any]]) -> float:
-    """Threads over in turn: the median of the rounds' ratios."""
-    sides = (rates(rounds, "threads"), rates(rounds, "alone"))
-    return trainers.median([threads / alone for threads, alone in zip(*sides, strict=True)])
-
-
 def over_seed(frozen: Sequence[Mapping[str, Any]], stock: Sequence[Mapping[str, Any]]) -> float:
     """Frozen threads over stock in turn: the ratio of their median rates."""
-    return trainers.median(rates(frozen, "threads")) / trainers.median(rates(stock, "alone"))
+    return trainers.median(trainers.rates(frozen, "threads")) / trainers.median(trainers.rates(stock, "alone"))
 
 
 def is_named(found: Mapping[str, Any], step: int) -> bool:
@@ -274,8 +254,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=64, help="of the target; 0: the manifest's")
     parser.add_argument("--buckets", type=lambda text: [int(part) for part in text.split(",")], default=list(LENGTHS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--block-seconds", type=float, default=2.0, help="about how long a block of steps lasts")
+    parser.add_argument("--block-seconds", type=float, default=1.5, help="about how long a block of steps lasts")
     parser.add_argument("--equal-steps", type=int, default=EQUAL_STEPS, help="before the weights are compared")
+    parser.add_argument("--cache", type=Path, help="Triton's, for the stock side, to be kept; none: a new one")
     given = parser.parse_args()
     recorder = common.Recorder(NAME, __file__, given.commit, given.results)
     with tempfile.TemporaryDirectory(prefix="pairs-", ignore_cleanup_errors=True) as folder:
@@ -329,14 +310,14 @@ class Measurement:
             self._equal(frozen)
             self._take_turns([frozen], given.rounds)
         for bucket in reversed(given.buckets):
-            self._figure(f"speedup_{bucket}", speedup(self._rounds["frozen"][bucket]))
+            self._figure(f"speedup_{bucket}", trainers.speedup(self._rounds["frozen"][bucket]))
         self._profile(frozen)
-        self._fail(frozen)
         raw["counts"] = frozen.ask("counts")
+        self._fail(frozen)
         frozen.end()
         if not together:
             self._open(again)
-            self._take_turns([again], half)
+            self._take_turns([again], given.rounds - half)
             again.end()
         for bucket in given.buckets:
             sides = (self._rounds[side][bucket] for side in ("frozen", "stock"))
@@ -347,7 +328,10 @@ class Measurement:
         given = self._given
         asked = {"side": side, "bundle": str(bundle.resolve()), "devices": given.devices, "buckets": given.buckets}
         asked |= {"layers": given.layers or None, "block_s": given.block_seconds, "output": str(self._folder / side)}
-        cache = {"TRITON_CACHE_DIR": str(self._folder / "cache"), "TRITON_CACHE_AUTOTUNING": "1"}
+        cache = {
+            "TRITON_CACHE_DIR": str((given.cache or self._folder / "cache").resolve()),
+            "TRITON_CACHE_AUTOTUNING": "1",
+        }
         return Child(__file__, asked, **(cache if side == "stock" else {}))
 
     def _figure(self, name: str, value: bool | float) -> None:
@@ -371,7 +355,7 @@ class Measurement:
                 for side in sides:
                     found = side.ask("round", bucket=bucket)
                     self._rounds[side.name][bucket].append(found)
-                    shown = {how: f"{rates([found], how)[0]:.2f}" for how in found}
+                    shown = {how: f"{trainers.rates([found], how)[0]:.2f}" for how in found}
                     say(f"round {number}, {bucket} tokens, {side.name}: batches/s {shown}")
 
     def _finish_stock(self, stock: Child) -> None:
@@ -387,7 +371,7 @@ class Measurement:
             say(f"{bucket} tokens: step {found['step_ms']:.1f} ms, share of the exchange in it {shares}")
 
     def _fail(self, frozen: Child) -> None:
-        found = frozen.ask("fail")
+        found = frozen.try_asking("fail") or {"error": None, "message": "the process ended, or was ended as it hung"}
         self._recorder.raw["failure"] = found
         say(f"failure: {found.get('message')}; {found.get('seconds')} s later the run had ended")
         self._figure("failure_named", is_named(found, FAILING_STEP))
@@ -398,7 +382,7 @@ class Measurement:
             side: {str(bucket): rounds for bucket, rounds in found.items()} for side, found in self._rounds.items()
         }
         raw["batches_per_s"] = {
-            f"{side} {how} {bucket}": rates(rounds, how)
+            f"{side} {how} {bucket}": trainers.rates(rounds, how)
             for side, found in self._rounds.items()
             for bucket, rounds in found.items()
             for how in rounds[0]

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 CALM_LR = 1e-5
 """Of the steps that are timed: their work does not depend on it, and no number of them leads astray."""
 
-WATCHDOG_S = 120.0
+WATCHDOG_S = 300.0
+"""Long enough for stock Triton to tune everything that one part of a step launches."""
 
 MEMORY_S = 30.0
 """How long a process waits for memory that one before it gives back."""
@@ -47,21 +48,18 @@ def say(text: str) -> None:
 
 
 def bake(folder: Path, manifest: str, buckets: Sequence[int] | None, layers: int | None) -> Path:
-    """Builds a bundle in the folder from a manifest, with other buckets and layers of the target where they are given.
-
-    Its device profile becomes that of the GPU in this machine, unless it is the interpreter.
-    """
+    """Builds a bundle in the folder from a manifest, with other buckets and layers of the target if they are given."""
     from kernelbake import manifest as manifests
 
     text = manifests.find(manifest).read_text()
-    changes = [(r"(?m)^(  profile:) (?!interpreter).*$", r"\1 running")]
+    changes = []
     if buckets is not None:
         changes.append((r"(?m)^( *buckets:) \[[^]]*\]", rf"\1 {list(buckets)}"))
     if layers is not None:
         changes.append((r"(?m)^(  target:\n(?:    .*\n)*?    num_layers:) \d+", rf"\1 {layers}"))
     for pattern, new in changes:
         text, count = re.subn(pattern, new, text)
-        if count != 1 and "profile" not in pattern:
+        if count != 1:
             sys.exit(f"`{manifest}`: {count} places are like `{pattern}`; wanted 1")
     (folder / "manifest.yaml").write_text(text)
     seconds, _ = main_job.must(folder, main_job.command("kernelbake", "build", "--manifest", "manifest.yaml"))
@@ -321,13 +319,15 @@ class Alike:
 
 def configured(trainer: Trainer, loader: Any, count: int, *, lr: float = CALM_LR) -> Trainer:
     """The same pairs as a run of so many steps, which writes no checkpoint, not even after a failure."""
+    from dflash.errors import TrainingStoppedError
+
     run = trainer.job.run
     run = dataclasses.replace(run, steps=count, optimizer=dataclasses.replace(run.optimizer, lr=lr))
     job = dataclasses.replace(trainer.job, run=run)
     made = dataclasses.replace(trainer, job=job, loader=loader, place=loader.state(), done=0)
 
     def refuse(pair: Any) -> Path:
-        raise OSError("a benchmark keeps no checkpoint")
+        raise TrainingStoppedError("a benchmark keeps no checkpoint")
 
     made.write = refuse  # type: ignore[method-assign]
     return made
@@ -372,6 +372,24 @@ def exchange_shares(profile: Mapping[str, Any]) -> list[float]:
         pair["parts"][part]["device_ms"] / profile["step_ms"] if part in pair["parts"] else 0.0
         for pair in profile["pairs"]
     ]
+
+
+def rates(rounds: Sequence[Mapping[str, Any]], side: str) -> list[float]:
+    """Batches per second of each round.
+
+    Args:
+        rounds: seconds of every step of ``threads``, and of each pair ``alone``.
+        side: ``threads``, a batch of each pair in a step; or ``alone``, one pair after the other.
+    """
+    if side == "threads":
+        return [len(one["alone"]) * len(one[side]) / sum(one[side]) for one in rounds]
+    return [sum(map(len, one[side])) / sum(map(sum, one[side])) for one in rounds]
+
+
+def speedup(rounds: Sequence[Mapping[str, Any]]) -> float:
+    """Threads over in turn: the median of the rounds' ratios."""
+    sides = (rates(rounds, "threads"), rates(rounds, "alone"))
+    return median([threads / alone for threads, alone in zip(*sides, strict=True)])
 
 
 def synchronize(trainer: Trainer) -> None:
