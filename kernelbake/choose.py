@@ -16,9 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kernelbake.errors import BuildError
 
-_WIDEST_TIE = 4.0
-"""The absolute part of a tie may widen it to so many times its relative part."""
-
 
 class Policy(Protocol):
     """What a race needs of ``manifest.MeasurePolicy``."""
@@ -125,8 +122,7 @@ def tie_band(policy: Policy, fastest_ms: float) -> float:
 
     A part of the time, and an absolute part below which clocks and the placement of code and data decide.
     """
-    relative = policy.tie_threshold
-    return min(relative + policy.tie_floor_us * 1e-3 / fastest_ms, _WIDEST_TIE * relative)
+    return policy.tie_threshold + policy.tie_floor_us * 1e-3 / fastest_ms
 
 
 def _least(ratios: Mapping[str, float]) -> str:

@@ -52,7 +52,7 @@ class MeasurePolicy(pydantic.BaseModel):
         hopeless_ratio: a candidate this many times slower than the fastest is sampled no more.
         tie_threshold: relative difference of times within which two candidates may be tied; of the tied, the one that
             takes least of the GPU wins: fewest warps, then fewest stages, then by its token.
-        tie_floor_us: absolute difference that is added to it, in µs, up to four times the relative one.
+        tie_floor_us: absolute difference that is added to it, in µs.
         tolerance: largest ‖out − reference‖ / ‖reference‖ between candidates, where the workload names no oracle; for
             bfloat16, wider types get a fraction of it.
         repeats: runs on equal inputs whose outputs must have the same bits.
@@ -63,14 +63,14 @@ class MeasurePolicy(pydantic.BaseModel):
     model_config = _FROZEN
 
     warmup_ms: float = Field(default=1.0, ge=0)
-    samples_ms: PositiveFloat = 10.0
+    samples_ms: PositiveFloat = 15.0
     min_samples: PositiveInt = 5
-    max_samples: PositiveInt = 100
-    rounds: PositiveInt = 3
+    max_samples: PositiveInt = 150
+    rounds: PositiveInt = 5
     max_extra_rounds: int = Field(default=6, ge=0)
     hopeless_ratio: float = Field(default=1.25, ge=1)
     tie_threshold: float = Field(default=0.01, ge=0, lt=1)
-    tie_floor_us: float = Field(default=0.3, ge=0)
+    tie_floor_us: float = Field(default=0.25, ge=0)
     tolerance: float = Field(default=0.02, gt=0, lt=1)
     repeats: int = Field(default=2, ge=2)
     time_limit_s: float = Field(default=30.0, gt=0, le=MAX_LIMIT_S)

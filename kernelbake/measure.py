@@ -93,8 +93,11 @@ class LiveSite:
         self._silent: list[int] | None = None
         bound = self._resolve(0).bound
         _check_room(launch, list(bound.values()), device)
-        self._arguments = Arguments(list(bound), list(bound.values()), policy.tolerance)
+        self._arguments = device.run(lambda: Arguments(list(bound), list(bound.values()), policy.tolerance))
         self._reference = oracle.reference(dict(bound)) if oracle is not None else None
+
+    def prepare(self, candidate: int) -> None:
+        self._prepare(candidate)
 
     def identity(self, candidate: int) -> str:
         with self._parts.part("load"):

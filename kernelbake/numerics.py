@@ -157,6 +157,8 @@ class Extent:
 
     def cover(self, tensors: Sequence[torch.Tensor]) -> None:
         """Remembers which bytes no argument covers: between the rows of a view, say."""
+        if any(t.is_contiguous() and t.numel() * t.element_size() == self.end - self.start for t in tensors):
+            return
         size = self._buffer.numel()
         mask = torch.zeros(size, dtype=torch.uint8, device=self._buffer.device)
         for tensor in tensors:

@@ -315,6 +315,7 @@ def built(result: BuildResult, *, as_json: bool) -> None:
             "entries": result.entries,
             "bundle_bytes": result.bundle_bytes,
             "seconds": dict(result.seconds),
+            "measuring": dict(result.measuring),
         }
         line(json.dumps(values, allow_nan=False))
         return

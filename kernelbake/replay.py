@@ -39,7 +39,7 @@ class _Wanted(Watch):
         also = self._wanted.pop((launch, variant, case), None)
         if also is None:
             return None
-        self._report.start(launch, self._decided[launch])
+        self._report.start(launch, self._decided[launch], lambda: None)
         return {int(position): name for position, name in also.items()}
 
 

@@ -52,6 +52,14 @@ class Checked:
 class Site(Protocol):
     """One call of a kernel with its live arguments. Candidates are named by their place in the plan's launch."""
 
+    def prepare(self, candidate: int) -> None:
+        """Does what can be done for a candidate before it runs: its code is loaded.
+
+        Raises:
+            Failed: it cannot be loaded.
+        """
+        ...
+
     def identity(self, candidate: int) -> str:
         """Equal for two candidates that are the same to the device: same code, same grid.
 
@@ -97,8 +105,13 @@ class Report(Protocol):
         """Candidates of which it is already known."""
         ...
 
-    def start(self, launch: int, candidate: int) -> None:
-        """Returns when it is on disk that the candidate is about to run for the first time."""
+    def start(self, launch: int, candidate: int, meanwhile: Callable[[], None]) -> None:
+        """Returns when it is on disk that the candidate is about to run for the first time.
+
+        Args:
+            launch, candidate: which.
+            meanwhile: done while the disk is at work; what it raises is raised.
+        """
         ...
 
     def sampling(self, launch: int, candidate: int) -> None:
@@ -145,8 +158,7 @@ class _Tuning:
         for token in self._tokens:
             if self._tokens[token] in self._fates:
                 continue
-            self._report.start(self._place, self._tokens[token])
-            found = self._attempt(token, self._site.check)
+            found = self._first_check(token)
             if found is not None and self._trusted(token, found):
                 self._report.outcome(self._place, self._tokens[token], {"outcome": OK})
                 return self._tokens[token]
@@ -194,12 +206,20 @@ class _Tuning:
                 self._follow(first[identity], token)
                 continue
             first[identity] = token
-            self._report.start(self._place, self._tokens[token])
-            found = self._attempt(token, self._site.check)
+            found = self._first_check(token)
             if found is not None and self._trusted(token, found):
                 self._agreement.add(token, found.output)
                 checked[token] = dataclasses.replace(found, output=None)
         return checked
+
+    def _first_check(self, token: str) -> Checked | None:
+        """Runs a candidate for the first time, announced; None if it failed."""
+
+        def action(candidate: int) -> Checked:
+            self._report.start(self._place, candidate, functools.partial(self._site.prepare, candidate))
+            return self._site.check(candidate)
+
+        return self._attempt(token, action)
 
     def _trusted(self, token: str, found: Checked) -> bool:
         """Whether a candidate repeats itself and agrees with the oracle; else it is rejected."""

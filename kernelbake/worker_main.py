@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,12 @@ class ChannelReport:
     def rejected(self, launch: int) -> Mapping[int, Rejected]:
         return self._rejected.get(launch, {})
 
-    def start(self, launch: int, candidate: int) -> None:
-        self._channel.ask({"event": "start", "launch": launch, "candidate": candidate})
+    def start(self, launch: int, candidate: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self._channel.send({"event": "start", "launch": launch, "candidate": candidate})
+        try:
+            meanwhile()
+        finally:
+            self._channel.receive()
 
     def sampling(self, launch: int, candidate: int) -> None:
         self._channel.send({"event": "sampling", "launch": launch, "candidate": candidate})

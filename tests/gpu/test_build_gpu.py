@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import toyworkload
 
-from kernelbake import build, bundle, elf, host
+from kernelbake import build, bundle, elf, host, levels
 from kernelbake.bundle import Bundle
 from kernelbake.errors import BuildError
+from kernelbake.levels import Outcome, Request
 from kernelbake.manifest import CompileOptions, Manifest, MeasurePolicy
 from kernelbake.profiles import DeviceProfile
 from kernelbake.progress import BuildResult, Event
@@ -158,6 +159,17 @@ def test_code_from_elsewhere_gives_the_choices_of_a_whole_build(profile: DeviceP
     conditions = [choice.times["conditions"] for choice in held.choices]
     assert all(found["source"] in ("nvml", "nvidia-smi", "not recorded") for found in conditions)
     assert second.device_busy_share is not None
+
+
+def test_a_bundle_does_here_what_it_did_when_it_was_built(profile: DeviceProfile, tmp_path: Path) -> None:
+    """Outputs that a launch fills in part, truth values among them, hold something else in every process."""
+    section = {"sizes": [100, 1 << 16], "kernels": ["scale", "shift", "accumulate", "mark"]}
+    result, _, _ = _build(profile, tmp_path / "bundle.tar", "toyworkload:WORKLOAD", section)
+    assert set(result.measuring) >= {"check", "copies", "decide", "load", "outputs", "sample", "step", "warm"}
+    report = levels.verify(result.path, Request(on_device=True))
+    level = next(level for level in report.levels if level.name == "device")
+    assert level.outcome is Outcome.PROVED, level
+    assert {(one["verdict"], one["same_inputs"]) for one in level.findings} == {("same bits", True)}
 
 
 _OCCUPANT = """

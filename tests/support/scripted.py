@@ -114,6 +114,9 @@ class ScriptedSite:
         self._calls = [0] * len(self._scripts)
         self._samples = [0] * len(self._scripts)
 
+    def prepare(self, candidate: int) -> None:
+        """Nothing is loaded."""
+
     def identity(self, candidate: int) -> str:
         for part in self._scripts[candidate]:
             if part.startswith("same="):
