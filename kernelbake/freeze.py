@@ -271,7 +271,8 @@ def _live_kernels(held: Bundle) -> dict[str, Any]:
     reasons: list[str] = []
     for name, planned in sorted(held.plan.kernels.items()):
         try:
-            live[name] = triton_api.find(planned.kernel)
+            with host.inductor_makes_no_folder():
+                live[name] = triton_api.find(planned.kernel)
             reasons += [f"kernel {name}: {line}" for line in _changes(planned, triton_api.facts(live[name]))]
         except (LookupError, TypeError) as error:
             reasons.append(str(error) if str(error).startswith("kernel") else f"kernel {name}: {error}")

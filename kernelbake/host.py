@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kernelbake import digest, profiles
@@ -242,3 +242,26 @@ def driver_version() -> str | None:
 def interpreter_profile() -> DeviceProfile:
     """The profile under which the interpreter runs."""
     return profiles.load(INTERPRETER)
+
+
+# ---------------------------------------------------------------------------------------------- folders
+
+INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@contextlib.contextmanager
+def inductor_makes_no_folder() -> Iterator[None]:
+    """Lets modules be imported that decorate with ``torch.compile`` without anything being written.
+
+    torch makes a folder for compiled code at the decoration; unless the environment names one, it is told of a folder
+    that is there.
+    """
+    before = os.environ.get(INDUCTOR_FOLDER)
+    os.environ[INDUCTOR_FOLDER] = before or str(Path(__file__).parent)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(INDUCTOR_FOLDER, None)
+        else:
+            os.environ[INDUCTOR_FOLDER] = before

@@ -33,6 +33,7 @@ _FIXED = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
+    "TORCHINDUCTOR_CACHE_DIR": str(Path(__file__).parent),  # torch makes the folder when it decorates: it is there
 }
 
 _ERRORS: dict[str, type[KernelbakeError]] = {
@@ -74,8 +75,12 @@ def plan(
 
 @contextlib.contextmanager
 def started(*, interpreted: bool) -> Iterator[Child]:
-    """A planning process that loads torch and Triton while the caller does something else; ended with the block."""
-    with tempfile.TemporaryFile() as errors:
+    """A planning process that loads torch and Triton while the caller does something else; ended with the block.
+
+    Raises:
+        InputError: no folder for temporary files can be written to.
+    """
+    with _temporary_file() as errors:
         process = subprocess.Popen(
             command(),
             stdin=subprocess.PIPE,
@@ -91,6 +96,22 @@ def started(*, interpreted: bool) -> Iterator[Child]:
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()  # type: ignore[union-attr]
+
+
+def _temporary_file() -> IO[bytes]:
+    """A file without a name.
+
+    Raises:
+        InputError: there is nowhere to make one.
+    """
+    try:
+        return tempfile.TemporaryFile()
+    except OSError as error:
+        raise InputError(
+            f"temporary files: {error.strerror}; wanted a folder that can be written to, since torch does not load "
+            "without one",
+            hint="point TMPDIR at one, in memory say",
+        ) from error
 
 
 def command() -> list[str]:

@@ -330,6 +330,10 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except BaseException:  # told whole, and without the interpreter's own end, which another thread would disturb
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     os._exit(status)  # no destructors: nothing here is worth an orderly end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -153,8 +154,9 @@ def test_the_environment_is_clean_but_for_what_chooses_implementations() -> None
         "PYTHONPATH": "/modules",
     }
     found = planner.environment(inherited, interpreted=False)
-    gone = {"TRITON_CACHE_DIR", "TRITON_INTERPRET", "TORCHINDUCTOR_CACHE_DIR", "FLA_CONFIG_DIR", "FLA_GPU_NAME"}
+    gone = {"TRITON_CACHE_DIR", "TRITON_INTERPRET", "FLA_CONFIG_DIR", "FLA_GPU_NAME"}
     assert not gone & found.keys()
+    assert Path(found["TORCHINDUCTOR_CACHE_DIR"]) == Path(planner.__file__).parent
     assert found["CUDA_VISIBLE_DEVICES"] == ""
     assert (found["FLA_CACHE_MODE"], found["FLA_CACHE_RESULTS"]) == ("disabled", "0")
     assert (found["FLA_FLASH_QLA"], found["HOME"], found["PATH"]) == ("0", "/home/someone", "/bin")
@@ -164,3 +166,11 @@ def test_the_environment_is_clean_but_for_what_chooses_implementations() -> None
 
 def test_the_interpreter_is_asked_for_in_the_environment() -> None:
     assert planner.environment({"TRITON_INTERPRET": "0"}, interpreted=True)["TRITON_INTERPRET"] == "1"
+
+
+def test_without_a_folder_for_temporary_files_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is mounted read-only; torch would not load there."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(InputError, match="temporary files: No such file or directory; wanted a folder") as caught:
+        plan()
+    assert "TMPDIR" in str(caught.value.hint)
