@@ -8,6 +8,7 @@ candidates shuffled, choose alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -60,23 +61,23 @@ class Times:
 
     rounds: tuple[tuple[float, ...], ...] = ()
 
-    @property
+    @functools.cached_property
     def samples(self) -> tuple[float, ...]:
         """All samples in ms, in the order in which they were taken."""
         return tuple(sample for samples in self.rounds for sample in samples)
 
-    @property
+    @functools.cached_property
     def median(self) -> float:
         """Median of all samples in ms."""
         return statistics.median(self.samples)
 
-    @property
+    @functools.cached_property
     def level(self) -> float:
         """Mean of the middle half of all samples in ms: as deaf to outliers as the median, but it falls between the
         ticks of a clock."""
         return _middle(self.samples)
 
-    @property
+    @functools.cached_property
     def spread(self) -> float:
         """Distance between the quartiles in ms; 0 for a single sample."""
         if len(self.samples) < 2:
@@ -84,7 +85,7 @@ class Times:
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
         return high - low
 
-    @property
+    @functools.cached_property
     def within(self) -> float:
         """Standard error of the median in ms, as if the samples were independent: ``1.2533 σ / √n`` with ``σ`` from the
         quartiles (``spread / 1.349``); both are exact for a normal distribution."""
