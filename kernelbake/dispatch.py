@@ -360,6 +360,9 @@ class Dispatcher:
         def launch(grid: Any, /, *args: Any, **kwargs: Any) -> Any:
             if kernel is None:
                 raise self._miss(self._unknown(launchable))
+            if not kwargs.keys().isdisjoint(_CONTROL):
+                twice = ", ".join(f"'{name}'" for name in _CONTROL if name in kwargs)
+                raise TypeError(f"{kernel.held.kernel.qualname}() got multiple values for keyword arguments: {twice}")
             kwargs["grid"], kwargs["warmup"] = grid, False
             return self._launch(kernel, launchable, args, kwargs)
 

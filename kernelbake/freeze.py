@@ -152,11 +152,11 @@ def freeze(
         patches = guards.Patches()
         try:
             frozen = _freeze(held, devices, patches, clock)
+            frozen.seconds = clock.laps
+            _current = frozen
         except BaseException:
             patches.restore()
             raise
-        frozen.seconds = clock.laps
-        _current = frozen
         return frozen
 
 
@@ -274,6 +274,8 @@ def _live_kernels(held: Bundle) -> dict[str, Any]:
             with host.inductor_makes_no_folder():
                 live[name] = triton_api.find(planned.kernel)
             reasons += [f"kernel {name}: {line}" for line in _changes(planned, triton_api.facts(live[name]))]
+            if triton_api.asks_for_assertions(live[name], {}):
+                reasons.append(f"kernel {name}: `debug` is on, for which the bundle has no code; wanted it off")
         except (LookupError, TypeError) as error:
             reasons.append(str(error) if str(error).startswith("kernel") else f"kernel {name}: {error}")
     if reasons:

@@ -84,6 +84,7 @@ class Observer:
     def _observe(self, kernel: Kernel, launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Launch:
         call = Call(args, {name: value for name, value in kwargs.items() if name not in _CONTROL})
         _refuse_descriptors(kernel, launchable, call)
+        _refuse_assertions(kernel, launchable, call)
         self._unwrap(launchable, call)
         grid = kwargs.get("grid")
         grids: list[tuple[int, ...]] = []
@@ -171,6 +172,14 @@ def _refuse_descriptors(kernel: Kernel, launchable: Any, call: Call) -> None:
                 f"kernel {kernel.name}: argument `{name}` is a `{type(value).__name__}`; wanted a tensor",
                 hint="a descriptor made on the host is not supported; make it in the kernel",
             )
+
+
+def _refuse_assertions(kernel: Kernel, launchable: Any, call: Call) -> None:
+    if triton_api.asks_for_assertions(launchable, call.kwargs):
+        raise PlanError(
+            f"kernel {kernel.name}: `debug` is on, for which Triton makes code with assertions; wanted it off",
+            hint="leave `debug=True` out of the call or of the kernel's decorator",
+        )
 
 
 def named(launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

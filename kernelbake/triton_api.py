@@ -314,6 +314,11 @@ def specialization(names: Sequence[str], items: Sequence[Any], options: Mapping[
     return Specialization(parameters, tuple((name, value) for name, value in given if value is not None))
 
 
+def asks_for_assertions(launchable: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call, or its kernel's decorator, wants code with device assertions (``debug=True``)."""
+    return bool(kwargs.get("debug", getattr(innermost(launchable), "debug", False)))
+
+
 def looked_up(function: JITFunction[Any], entry: Sequence[Any]) -> list[Specialization]:
     """Everything that a kernel was looked up with on one device, compiled or not; from an entry of ``device_caches``.
 

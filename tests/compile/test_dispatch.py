@@ -212,6 +212,22 @@ def test_a_wrong_call_is_a_type_error_as_in_stock(
         kernels.tuned[(1,)](*args, **kwargs)
 
 
+@pytest.mark.parametrize("name", ["grid", "warmup"])
+@pytest.mark.parametrize("launchable", [kernels.plain, kernels.hooked], ids=["fused", "general"])
+def test_grid_and_warmup_beside_brackets_are_a_type_error_as_in_stock(
+    launchable: Any, name: str, gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = [call(kernels.plain, X, Y, 64, BLOCK=64), call(kernels.hooked, X, Y, 2.0, 64)]
+    [one] = [item for item in planned if item.launchable is launchable]
+    twice: dict[str, Any] = {**one.kwargs, name: (1,) if name == "grid" else True}
+    with pytest.raises(TypeError, match="multiple values for keyword argument"):
+        launchable[(1,)](*one.args, **twice)
+    with lab.frozen(lab.bake(planned), monkeypatch) as frozen:
+        with pytest.raises(TypeError, match=f"multiple values for keyword arguments: '{name}'"):
+            launchable[(1,)](*one.args, **twice)
+        assert frozen.counters.hits == 0
+
+
 def test_a_grid_that_is_a_number_is_a_type_error_as_in_stock(
     gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,7 @@ def test_every_check_was_asked_about(checks: Any) -> None:
         ("numpy_number", "argument `BLOCK` is a `numpy.int64`"),
         ("torch_dtype", "argument `DTYPE` is a `torch.dtype`"),
         ("descriptor", "argument `x` is a `TensorDescriptor`; wanted a tensor"),
+        ("assertions", "kernel shadowkernels.plain: `debug` is on, for which Triton makes code with assertions"),
         ("local_kernel", "kernel shadowworkload.local_kernel.<locals>.inner: not found"),
         ("replaced_kernel", "kernel shadowkernels.plain: the launched object is not the one of that name"),
         ("compiled_by_torch", "hint: `torch.compile` makes kernels of its own, which no plan can hold"),

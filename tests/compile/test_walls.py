@@ -292,6 +292,15 @@ def test_a_kernel_that_changed_is_named(
     assert error.reasons[0].startswith(f"kernel {name}: {field.replace('_', ' ')}: here `")
 
 
+def test_a_kernel_that_asks_for_assertions_is_named(gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would make other code for it than the bundle's."""
+    bundle = lab.bake([call(kernels.plain, X, Y, 64, BLOCK=64)])
+    monkeypatch.setattr(kernels.plain, "debug", True)
+    assert _misfit(bundle, monkeypatch).reasons == (
+        "kernel frozenkernels.plain: `debug` is on, for which the bundle has no code; wanted it off",
+    )
+
+
 def test_kernels_that_are_gone_are_all_named(gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = lab.bake([TUNED, call(kernels.plain, X, Y, 64, BLOCK=64)])
     monkeypatch.delattr(kernels, "tuned")

@@ -41,7 +41,7 @@ CUDA = torch.device("cuda", 0)
 LEDGER = Ledger("cuda")
 REFUSED = (
     *("numpy_number", "torch_dtype", "descriptor", "local_kernel", "replaced_kernel", "compiled_by_torch"),
-    *("reads_a_loss", "values"),
+    *("reads_a_loss", "values", "assertions"),
 )
 
 

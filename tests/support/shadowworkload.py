@@ -167,6 +167,11 @@ def descriptor(kernels: Any, device: str) -> None:
 
 
 @scenario
+def assertions(kernels: Any, device: str) -> None:
+    kernels.plain[(1,)](_new(64, device), _new(64, device), 7, 3, BLOCK=32, debug=True)
+
+
+@scenario
 def local_kernel(kernels: Any, device: str) -> None:
     import triton
 
