@@ -42,7 +42,7 @@ def check(launches: Sequence[Launch], cases: Sequence[Case], limits: Limits) -> 
         kernels = "1 kernel has" if len(reasons) == 1 else f"{len(reasons)} kernels have"
         raise PlanError(
             f"plan: {kernels} more than {limits.max_variants} variants of arguments; wanted fewer",
-            hint="give the workload fewer static shapes, or allow more variants",
+            hint="give the workload fewer static shapes, or allow more with `--max-variants`",
             reasons=reasons,
         )
     return tuple(found)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernelbake import bundle, children, digest, gpu, journal, packing, planner
+from kernelbake.bounds import Limits
 from kernelbake.compiling import CompileServer, Task, tasks_of
 from kernelbake.errors import BuildError, InputError, MisfitError
 from kernelbake.fingerprint import Fingerprint
@@ -47,6 +48,7 @@ class Options:
         compiled_from: a bundle made with ``compile_only``, whose code is taken.
         jobs: compiling processes; None for one per core.
         allow_busy_gpu: measure although other processes use the GPU.
+        max_variants: the most variants of arguments with which the plan may launch a kernel.
         engine: what measures.
         plan, fingerprint: where they are known already; None to find them out. A fingerprint is only known without a
             compile server, so it goes with the interpreter.
@@ -56,6 +58,7 @@ class Options:
     compiled_from: Path | None = None
     jobs: int | None = None
     allow_busy_gpu: bool = False
+    max_variants: int = Limits.max_variants
     engine: str = ENGINE
     plan: Plan | None = None
     fingerprint: Fingerprint | None = None
@@ -70,6 +73,7 @@ def build(
     jobs: int | None = None,
     allow_busy_gpu: bool = False,
     line_info: bool = False,
+    max_variants: int = Limits.max_variants,
     on_event: OnEvent = lambda event: None,
 ) -> BuildResult:
     """Builds a bundle.
@@ -82,6 +86,7 @@ def build(
         jobs: the number of compiling processes; default: cores of this machine that this process may use.
         allow_busy_gpu: measure although other processes use the GPU.
         line_info: keep source lines in the code; the bundle is marked.
+        max_variants: the most variants of arguments with which one kernel may be launched.
         on_event: told of everything as it happens.
 
     Raises:
@@ -93,7 +98,7 @@ def build(
     if line_info:
         compile_ = manifest.compile.model_copy(update={"line_info": True})
         manifest = dataclasses.replace(manifest, compile=compile_)
-    options = Options(compile_only, compiled_from, jobs, allow_busy_gpu)
+    options = Options(compile_only, compiled_from, jobs, allow_busy_gpu, max_variants)
     return run(manifest, Path(output), options, on_event)
 
 
@@ -235,6 +240,7 @@ class _Build:
             manifest.profile,
             interpreted=manifest.interpreted,
             on_progress=on_progress,
+            limits=Limits(max_variants=self._options.max_variants),
         )
 
     def _compiled_bundle(self, plan: Plan) -> bundle.Bundle | None:

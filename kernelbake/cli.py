@@ -15,6 +15,7 @@ import click
 
 import kernelbake
 from kernelbake import errors, render
+from kernelbake.bounds import Limits
 from kernelbake.errors import ExitCode, InputError, KernelbakeError
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ def _manifest_option(*, required: bool) -> Callable[..., Any]:
     return click.option("--manifest", "-m", metavar="FILE", required=required, help=text)
 
 
+_variants_option = click.option(
+    "--max-variants",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=Limits.max_variants,
+    show_default=True,
+    help="Refuse a kernel that needs more classes of arguments, with the argument that drives them.",
+)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -69,8 +78,9 @@ def cli() -> None:
 @_manifest_option(required=True)
 @click.option("--by", type=click.Choice(["kernel", "case"]), default="kernel", help="What the rows of the table are.")
 @click.option("--case", "only", metavar="TEXT", multiple=True, help="Only cases whose id holds TEXT; repeatable.")
+@_variants_option
 @_json_option
-def plan(manifest: str, by: str, only: tuple[str, ...], as_json: bool) -> None:
+def plan(manifest: str, by: str, only: tuple[str, ...], max_variants: int, as_json: bool) -> None:
     """List every launch that a training run will make.
 
     A shadow run of the workload on fake tensors: no GPU is needed and no weight is loaded.
@@ -80,7 +90,12 @@ def plan(manifest: str, by: str, only: tuple[str, ...], as_json: bool) -> None:
     wanted = _load(manifest)
     with render.progress() as on_progress:
         found = planner.plan(
-            wanted.plugin, wanted.section, wanted.profile, interpreted=wanted.interpreted, on_progress=on_progress
+            wanted.plugin,
+            wanted.section,
+            wanted.profile,
+            interpreted=wanted.interpreted,
+            on_progress=on_progress,
+            limits=Limits(max_variants=max_variants),
         )
     shown = inspect.only_cases(found, only)
     render.plan(shown, by=by, as_json=as_json)
@@ -94,6 +109,7 @@ def plan(manifest: str, by: str, only: tuple[str, ...], as_json: bool) -> None:
     "--from", "compiled_from", type=click.Path(path_type=Path), help="Take code from a --compile-only bundle."
 )
 @click.option("--jobs", "-j", type=click.IntRange(1, 1024), help="Compiling processes; default: one per core.")
+@_variants_option
 @click.option("--allow-busy-gpu", is_flag=True, help="Measure although other processes use the GPU.")
 @click.option("--line-info", is_flag=True, help="Keep source lines for profilers; the bundle is marked.")
 @click.option("--json-events", is_flag=True, help="Print one JSON object per event instead of progress bars.")

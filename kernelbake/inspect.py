@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernelbake import bundle, plan, preflight, workload
+from kernelbake.bounds import Limits
 from kernelbake.errors import InputError, MisfitError
 from kernelbake.keys import Config
 from kernelbake.plan import Choice, Coverage, Launch, Plan
@@ -395,7 +397,14 @@ def coverage_of(
     elif config is not None:
         loaded = workload.load(plugin)
         section = loaded.resolve(loaded.of_run(config, section))
-    found = planner.plan(plugin, section, own.profile, interpreted=own.interpreted, on_progress=on_progress)
+    found = planner.plan(
+        plugin,
+        section,
+        own.profile,
+        interpreted=own.interpreted,
+        on_progress=on_progress,
+        limits=Limits(max_variants=sys.maxsize),  # what is not in the bundle is listed anyway
+    )
     return Covered(held, found, plan.coverage(found, held.inventory()), replanned=True)
 
 

@@ -18,6 +18,8 @@ import samples
 
 from kernelbake import build as build_library
 from kernelbake import bundle, cli, errors, host, levels, manifest, planner, profiles, render, workload
+from kernelbake.bounds import Limits
+from kernelbake.errors import PlanError
 from kernelbake.fingerprint import Fingerprint
 
 ROOT = Path(__file__).parents[2]
@@ -297,6 +299,7 @@ def test_build_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(build_library, "build", fake)
     arguments = ["--compile-only", "--jobs", "3", "--allow-busy-gpu", "--line-info", "-o", "x.tar", "--from", "y.tar"]
+    arguments += ["--max-variants", "99"]
     assert call(capsys, "build", "-m", "cpu.yaml", *arguments)[0] == 6
     on_event = seen.pop("on_event")
     assert callable(on_event)
@@ -308,6 +311,7 @@ def test_build_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, capsys: py
         "jobs": 3,
         "allow_busy_gpu": True,
         "line_info": True,
+        "max_variants": 99,
     }
 
 
@@ -351,6 +355,24 @@ def test_plan_prints_json_and_part_of_the_cases(
     code, _, err = call(capsys, "plan", "-m", "cpu.yaml", "--case", "bucket=77")
     assert code == 2
     assert err.startswith("error: --case: no case holds `bucket=77`")
+
+
+@pytest.mark.parametrize("command", [("plan",), ("build", "-o")])
+def test_the_limit_of_variants_can_be_raised(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Limits] = []
+
+    def refuse(*_: Any, limits: Limits, **__: Any) -> Any:
+        asked.append(limits)
+        raise PlanError("plan: 1 kernel has more")
+
+    monkeypatch.setattr(planner, "plan", refuse)
+    output = [tmp_path / "bundle.tar"] if "-o" in command else []
+    for more in ((), ("--max-variants", "500")):
+        assert call(capsys, *command, *output, "-m", "cpu.yaml", *more)[0] == errors.ExitCode.BUILD
+    assert [limits.max_variants for limits in asked] == [64, 500]
+    assert call(capsys, *command, *output, "-m", "cpu.yaml", "--max-variants", "0")[0] == errors.ExitCode.INPUT
 
 
 def test_plan_warns_of_very_many_binaries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
