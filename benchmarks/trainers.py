@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import main_job
 
 if TYPE_CHECKING:
-    from dflash import data
+    from dflash import data, order
     from dflash.launch import Plan, Started
     from dflash.profiling import Profile
     from dflash.reports import StepReport
@@ -284,7 +284,7 @@ def loader_of(trainer: Trainer, buckets: Sequence[int], state: Mapping[str, Any]
     axes = dataclasses.replace(job.spec.axes, buckets=tuple(buckets))
     source = sources.open_source(dataclasses.replace(job.spec, axes=axes))
     shapes = {bucket: job.shapes[bucket] for bucket in buckets}
-    return data.Loader(source, shapes, job.drafting, job.run.seed, state)
+    return data.Loader(source, shapes, job.drafting, job.run.seed, state, step_batches=job.step_batches)
 
 
 class Alike:
@@ -302,12 +302,12 @@ class Alike:
         self.source = self._loaders[0].source
         self.epoch = 0.0
 
-    def plan(self) -> data.Planned:
+    def plan(self) -> order.Planned:
         loader = self._loaders[self._planned // self._count % len(self._loaders)]
         self._planned += 1
         return loader.plan()
 
-    def make(self, planned: data.Planned) -> Any:
+    def make(self, planned: order.Planned) -> Any:
         return self._loaders[0].make(planned)
 
     def state(self) -> dict[str, Any]:

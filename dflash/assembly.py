@@ -35,7 +35,7 @@ def build(job: Job) -> Trainer:
         source, held_out = data.hold_out(source, spec.data.held_out)
     resumed = checkpoint.load(checkpoint.find(job.output, run.resume)) if run.resume else None
     if resumed is not None:
-        batches = job.num_pairs * run.batch.accumulate
+        batches = job.step_batches
         checkpoint.check_same_run(resumed[0], spec, run.seed, job.bundle, batches, other_bundle=run.other_bundle)
     _check_same(job, source, resumed[0].step if resumed is not None else 0)
     interpreted = job.interpreted
@@ -43,7 +43,8 @@ def build(job: Job) -> Trainer:
     needs = _needs(job, places)
     memory.check(needs)
     pairs = [_pair(job, number, there, here) for number, (there, here) in enumerate(places)]
-    loader = data.Loader(source, job.shapes, job.drafting, run.seed, resumed[0].loader if resumed else None)
+    place = resumed[0].loader if resumed is not None else None
+    loader = data.Loader(source, job.shapes, job.drafting, run.seed, place, step_batches=job.step_batches)
     trainer = Trainer(job, pairs, loader, held_out, loader.state(), meter=memory.Meter(needs))
     if job.ranks.world > 1:
         trainer.group = ranks.gradient_group(cuda=pairs[0].device.type == "cuda")

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash import __version__, devices
+from dflash.data import BEGUN
 from dflash.drafter import Drafter
 from dflash.errors import ResumeError, TrainingStoppedError
 from dflash.spec import Spec
@@ -219,11 +220,12 @@ def _check_kinds(state: State) -> None:
         "bundle": state.bundle is None or isinstance(state.bundle, str),
         "step_batches": state.step_batches is None or (_is_count(state.step_batches) and state.step_batches > 0),
         "loader": isinstance(loader, dict)
-        and loader.keys() == {"epoch", "next", "waiting"}
+        and loader.keys() - {BEGUN} == {"epoch", "next", "waiting"}
         and _is_count(loader["epoch"])
         and _is_count(loader["next"])
         and isinstance(loader["waiting"], dict)
-        and all(_are_visits(bucket, visits) for bucket, visits in loader["waiting"].items()),
+        and all(bucket.isdecimal() and _are_visits(visits) for bucket, visits in loader["waiting"].items())
+        and _are_batches(loader.get(BEGUN, [])),
     }
     if wrong := [name for name, is_good in good.items() if not is_good]:
         raise ValueError(f"`{_STATE}`: `{'`, `'.join(wrong)}` of another kind than was written")
@@ -233,12 +235,18 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _are_visits(bucket: str, visits: Any) -> bool:
-    """Whether these are (epoch, number) pairs that wait for a bucket."""
-    return (
-        bucket.isdecimal()
-        and isinstance(visits, list)
-        and all(isinstance(visit, list) and len(visit) == 2 and all(map(_is_count, visit)) for visit in visits)
+def _are_visits(visits: Any) -> bool:
+    """Whether these are (epoch, number) pairs."""
+    return isinstance(visits, list) and all(
+        isinstance(visit, list) and len(visit) == 2 and all(map(_is_count, visit)) for visit in visits
+    )
+
+
+def _are_batches(batches: Any) -> bool:
+    """Whether these are buckets, each with the samples of a batch."""
+    return isinstance(batches, list) and all(
+        isinstance(batch, list) and len(batch) == 2 and _is_count(batch[0]) and _are_visits(batch[1])
+        for batch in batches
     )
 
 
@@ -264,6 +272,11 @@ def check_same_run(
     if then != step_batches:
         reasons.append(
             f"batches of a step: `{then}`; now `{step_batches}`, ranks × pairs × accumulation: --accumulate can keep it"
+        )
+    unequal = len(spec.axes.buckets) > 1 and spec.axes.layouts != ("packed",)
+    if BEGUN not in state.loader and step_batches > 1 and unequal:
+        reasons.append(
+            "order of the data: batches of any lengths in a step; now of one bucket: only older releases go on"
         )
     if state.bundle != bundle and not other_bundle:
         reasons.append(f"bundle: `{state.bundle}`; now `{bundle}`; --other-bundle allows it")

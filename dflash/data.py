@@ -18,12 +18,16 @@ import torch
 
 from dflash import anchors
 from dflash.anchors import Drafting, Flags, Integers
-from dflash.buckets import Batch, Sample, Shape, assemble, bucket_for
+from dflash.buckets import Batch, Sample, Shape, assemble
 from dflash.errors import DataError
+from dflash.order import Planned, Queues, Visit
 
 STDLIB = "python-stdlib"
 
 _NO_SOURCE_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"))
+
+BEGUN = "begun"
+"""Key of a loader's state: the batches of a step that are still to come. States of the older order lack it."""
 
 Encode = Callable[[str], list[int]]
 Tokens = tuple[Integers, Flags]
@@ -164,50 +168,11 @@ def hold_out(source: Source, count: int) -> tuple[Source, Source]:
     return Part(source, trained, source.name), Part(source, kept_apart, f"{source.name}, held out")
 
 
-@dataclasses.dataclass(frozen=True)
-class Visit:
-    """A sample in its place in the order, read or not.
-
-    Args:
-        epoch, index: which, and for which time.
-        length: its tokens.
-        sample: as it was read, where its length was not known without.
-    """
-
-    epoch: int
-    index: int
-    length: int
-    sample: Sample | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """The samples of a batch that has not been made yet.
-
-    Args:
-        shape: of the batch.
-        rows: the samples of each row.
-    """
-
-    shape: Shape
-    rows: list[list[Visit]]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that will be no padding."""
-        return sum(visit.length for row in self.rows for visit in row)
-
-    @property
-    def visits(self) -> tuple[tuple[int, int], ...]:
-        """(epoch, index) of every sample."""
-        return tuple((visit.epoch, visit.index) for row in self.rows for visit in row)
-
-
 class Loader:
     """Batches without end, epoch after epoch; ``state`` goes back to the same place.
 
-    In the padded layout samples wait in the queue of their bucket until a batch is full; in the packed one a row is
-    filled with the next samples until one does not fit. What waits at the end of an epoch goes on into the next.
+    Samples wait in ``order.Queues`` until they fill batches. What waits at the end of an epoch and makes no step goes
+    on into the next.
 
     ``plan`` goes on by one batch and ``make`` makes it, so that a rank follows the order of all batches, and reads and
     makes only its own.
@@ -218,9 +183,10 @@ class Loader:
         drafting: what decides the blocks.
         seed: of order and anchors.
         state: what ``state`` gave; None starts anew.
+        step_batches: batches of a step, over all ranks and pairs.
 
     Raises:
-        DataError: the source is empty.
+        DataError: the source is empty, or has no such place as the state says.
     """
 
     def __init__(
@@ -230,6 +196,8 @@ class Loader:
         drafting: Drafting,
         seed: int,
         state: Mapping[str, Any] | None = None,
+        *,
+        step_batches: int,
     ) -> None:
         self.source = source
         if not len(source):
@@ -238,31 +206,47 @@ class Loader:
         self._shapes = dict(shapes)
         self._drafting = drafting
         self._seed = seed
+        self._step_batches = step_batches
         self._epoch, self._next = 0, 0
-        self._waiting: dict[int, list[Visit]] = {bucket: [] for bucket in shapes}
+        self._queues = Queues(self._shapes, step_batches)
+        self._begun: collections.deque[Planned] = collections.deque()
         if state is not None:
-            self._epoch, self._next = state["epoch"], state["next"]
-            waiting = {int(bucket): visits for bucket, visits in state["waiting"].items()}
-            self._check_place(waiting)
-            self._waiting.update(
-                {bucket: [self._visited(*one) for one in visits] for bucket, visits in waiting.items()}
-            )
+            self._restore(state)
 
-    def _check_place(self, waiting: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Refuses a place that these samples and shapes do not have: the data changed, or the checkpoint is damaged."""
-        total = len(self.source)
-        numbers = [self._next - 1, *(number for visits in waiting.values() for _, number in visits)]
-        if max(numbers) >= total or waiting.keys() != self._shapes.keys():
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Goes to a place.
+
+        Raises:
+            DataError: these samples and shapes do not have it: the data changed, or the checkpoint is damaged.
+        """
+        self._epoch, self._next = state["epoch"], state["next"]
+        waiting = {int(bucket): visits for bucket, visits in state["waiting"].items()}
+        begun = state.get(BEGUN, [])
+        total, held = len(self.source), [*waiting.values(), *(visits for _, visits in begun)]
+        last = max(self._next - 1, *(number for visits in held for _, number in visits), 0)
+        if last >= total or not waiting.keys() == self._shapes.keys() >= {bucket for bucket, _ in begun}:
             raise DataError(
-                f"resume: the checkpoint stands at sample `{max(numbers)}` of buckets {sorted(waiting)}; "
+                f"resume: the checkpoint stands at sample `{last}` of buckets {sorted(waiting)}; "
                 f"wanted one of the `{total}` samples of `{self.source.name}` and buckets {sorted(self._shapes)}",
                 hint="the data must be what the checkpoint was trained on",
+            )
+        for bucket, visits in waiting.items():
+            self._queues.waiting[bucket] = [self._visited(*one) for one in visits]
+        for bucket, visits in begun:
+            self._begun.append(Planned(self._shapes[bucket], [[self._visited(*one)] for one in visits]))
+        is_cut = any(len(planned.rows) != planned.shape.batch for planned in self._begun)
+        if self._queues.are_too_full or is_cut or len(begun) >= self._step_batches:
+            raise DataError(
+                f"resume: the checkpoint has `{[len(visits) for visits in held]}` samples in unfinished batches; "
+                f"wanted fewer of a bucket than a step of `{self._step_batches}` batches has, then whole batches"
             )
 
     def state(self) -> dict[str, Any]:
         """Where the loader stands, as plain data."""
-        waiting = {str(bucket): [[one.epoch, one.index] for one in held] for bucket, held in self._waiting.items()}
-        return {"epoch": self._epoch, "next": self._next, "waiting": waiting}
+        queues = self._queues.waiting
+        waiting = {str(bucket): [[one.epoch, one.index] for one in held] for bucket, held in queues.items()}
+        begun = [[planned.shape.bucket, [list(visit) for visit in planned.visits]] for planned in self._begun]
+        return {"epoch": self._epoch, "next": self._next, "waiting": waiting, BEGUN: begun}
 
     @property
     def epoch(self) -> float:
@@ -277,26 +261,12 @@ class Loader:
 
     def plan(self) -> Planned:
         """The samples of the next batch."""
-        if next(iter(self._shapes.values())).packed:
-            return self._plan_packed()
-        while True:
-            visit = self._visit()
-            bucket = bucket_for(visit.length, tuple(self._shapes))
-            queue = self._waiting[bucket]
-            queue.append(visit)
-            if len(queue) == self._shapes[bucket].batch:
-                self._waiting[bucket] = []
-                return Planned(self._shapes[bucket], [[held] for held in queue])
-
-    def _plan_packed(self) -> Planned:
-        bucket = max(self._shapes)
-        row = self._waiting[bucket]
-        while True:
-            visit = self._visit()
-            if row and sum(held.length for held in row) + visit.length > bucket:
-                self._waiting[bucket] = [visit]
-                return Planned(self._shapes[bucket], [row])
-            row.append(visit)
+        while not self._begun:
+            if self._next == len(self.source):
+                self._begun.extend(self._queues.mixed())
+            if not self._begun:
+                self._begun.extend(self._queues.add(self._visit()))
+        return self._begun.popleft()
 
     def make(self, planned: Planned) -> Batch:
         """The batch of these samples.

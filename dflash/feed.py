@@ -1,8 +1,9 @@
 """The batches of every step, dealt out to ranks and pairs, one step ahead. Loads torch.
 
-A step has G = ranks × pairs × accumulation batches, the next G of one order that depends on the seed alone. Batch i is
-that of pair i mod (ranks × pairs), counted over all ranks. So the same batches make a step however they are divided,
-and the weights that the loss is divided by are known, and added up exactly, before any device works.
+A step has G = ranks × pairs × accumulation batches, the next G of one order that depends on the seed and G alone, and
+that puts equal lengths into a step (``order``). Batch i is that of pair i mod (ranks × pairs), counted over all ranks.
+So the same batches make a step however they are divided, and the weights that the loss is divided by are known, and
+added up exactly, before any device works.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from dflash import data
 from dflash.buckets import Batch, Shape
 from dflash.errors import DataError, TrainingStoppedError
+from dflash.order import Planned
 from dflash.ranks import Ranks
 from dflash.stop import Stop
 from kernelbake.errors import KernelbakeError
@@ -91,7 +93,7 @@ class Feed:
 
     def _deal(self, stop: Stop) -> Dealt:
         before = self._loader.state()
-        planned: list[data.Planned] = []
+        planned: list[Planned] = []
         made: list[Batch] = []
         failure: KernelbakeError | None = None
         try:

@@ -56,6 +56,11 @@ class Job:
         return self.ranks.world * len(self.run.pairs)
 
     @property
+    def step_batches(self) -> int:
+        """Batches of one optimizer step, over all pairs and ranks."""
+        return self.num_pairs * self.run.batch.accumulate
+
+    @property
     def shapes(self) -> dict[int, Shape]:
         """For each bucket its only shape."""
         return {shape.bucket: shape for shape in map(Shape.of, self.spec.axes.cases().planned)}
@@ -137,9 +142,8 @@ class Trainer:
     def write(self, pair: Pair) -> Path:
         """Writes a checkpoint of the current step with the state of this pair, on rank 0."""
         job = self.job
-        batches = job.num_pairs * job.run.batch.accumulate
         state = checkpoint.State(
-            self.done, job.run.seed, self.place, job.spec.to_json(), job.run.to_json(), job.bundle, batches
+            self.done, job.run.seed, self.place, job.spec.to_json(), job.run.to_json(), job.bundle, job.step_batches
         )
         if not job.ranks.leads:
             return checkpoint.folder(job.output, self.done)

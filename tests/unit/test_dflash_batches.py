@@ -236,7 +236,7 @@ class Numbered:
 
 def loader(count: int, batch: int = 2, layout: str = "padded", state: dict[str, object] | None = None) -> data.Loader:
     shapes = {bucket: Shape(bucket, 4, batch, layout, "float32") for bucket in (16, 32)}
-    return data.Loader(Numbered(count), shapes, DRAFTING, seed=3, state=state)
+    return data.Loader(Numbered(count), shapes, DRAFTING, seed=3, state=state, step_batches=1)
 
 
 def test_every_sample_is_visited_once_an_epoch_whatever_its_bucket() -> None:
@@ -292,7 +292,7 @@ def test_an_empty_source_is_refused_with_the_reasons() -> None:
     source = Numbered(0)
     source.dropped["too long"] = 3
     with pytest.raises(DataError, match="3 × too long"):
-        data.Loader(source, {16: Shape(16, 4, 1, "padded", "float32")}, DRAFTING, 0)
+        data.Loader(source, {16: Shape(16, 4, 1, "padded", "float32")}, DRAFTING, 0, step_batches=1)
 
 
 def test_shuffled_labels_keep_everything_but_their_meaning() -> None:

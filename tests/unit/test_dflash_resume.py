@@ -35,12 +35,12 @@ def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pair, "loss", stubpair.cheap_loss)
 
 
-def job(output: Path, samples: int, **options: Any) -> Job:
-    """A run over so many samples, each of another text."""
+def job(output: Path, samples: int, buckets: tuple[int, ...] = (32,), **options: Any) -> Job:
+    """A run over so many samples, each of another text, of 6 to 24 tokens."""
     path = output.parent / f"{samples}.jsonl"
     rows = [{"text": f"{number}: " + "abc" * (number % 7 + 1)} for number in range(samples)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = dflashspec.changed("axes.buckets", [32])
+    section = dflashspec.changed("axes.buckets", list(buckets))
     section["axes"]["anchors"] = [4]
     section["drafter"]["num_layers"] = 1
     options = {"output": str(output), "data.source": str(path), "optimizer.lr": 3e-3, **options}
@@ -69,6 +69,24 @@ def test_a_run_goes_on_wherever_it_stopped_also_where_an_epoch_ends(tmp_path: Pa
         assert [report.loss for report in rest] == [report.loss for report in whole[stopped:]]
         found, weights = checkpoint.load(output / "step-00000030")
         assert (found.step, found.loader) == (30, state.loader)
+        assert same(weights, tensors)
+
+
+def test_a_run_of_two_pairs_and_two_lengths_goes_on_wherever_it_stopped(tmp_path: Path) -> None:
+    """Steps have one bucket, but for those where an epoch of 11 samples ends."""
+    options: dict[str, Any] = {"steps": 12, "dp_pairs": 2, "buckets": (16, 32)}
+    whole = steps(job(tmp_path / "whole", 11, checkpoint_every=1, **options))
+    kinds = [sorted({shape.bucket for shape in report.shapes}) for report in whole]
+    assert [16] in kinds
+    assert [32] in kinds
+    assert 0 < kinds.count([16, 32]) < 4
+    state, tensors = checkpoint.load(tmp_path / "whole" / "step-00000012")
+    for stopped in (1, 4, 5, 6, 11):
+        output = tmp_path / f"from {stopped}"
+        rest = steps(job(output, 11, resume=str(tmp_path / "whole" / f"step-{stopped:08d}"), **options))
+        assert [report.loss for report in rest] == [report.loss for report in whole[stopped:]]
+        found, weights = checkpoint.load(output / "step-00000012")
+        assert found.loader == state.loader
         assert same(weights, tensors)
 
 
