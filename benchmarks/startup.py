@@ -63,7 +63,8 @@ def _lighter(section: dict[str, Any]) -> dict[str, Any]:
 
     It shortens stock's first step, so it flatters the other side.
     """
-    return {**section, "drafter": {**section["drafter"], "num_layers": 1}}
+    one = {"num_layers": 1, "layer_types": section["drafter"]["layer_types"][:1]}
+    return {**section, "drafter": {**section["drafter"], **one}}
 
 
 def make(path: Path) -> None:
