@@ -85,19 +85,13 @@ class Queues:
         return self.mixed() if self._holds_before(visit.epoch) else []
 
     def mixed(self) -> list[Planned]:
-        """The batches of a step of several buckets, for the end of an epoch; none where too few are full.
-
-        Batches that stay are the newest, and of these the shortest. The others leave in the order of their lengths,
-        step by step, the longest first.
-        """
-        full: list[tuple[int, int]] = []  # of every full batch: its epoch, and its bucket as a negative number
-        for bucket, queue in self.waiting.items() if not self._is_packed else ():
-            rows = self._shapes[bucket].batch
-            full += [(queue[last].epoch, -bucket) for last in range(rows - 1, len(queue), rows)]
-        full.sort()
-        leaving = full[: len(full) // self._step_batches * self._step_batches]
-        longest = sorted((-bucket for _, bucket in leaving), reverse=True)[: self._step_batches]
-        return [self._take(bucket) for bucket in longest]
+        """For the end of an epoch: the longest batches that wait, as many as a step has; none if too few are full."""
+        full: list[int] = []  # the bucket of every full batch, the longest first
+        for bucket, queue in reversed(self.waiting.items()):
+            full += [bucket] * (len(queue) // self._shapes[bucket].batch)
+        if self._is_packed or len(full) < self._step_batches:
+            return []
+        return [self._take(bucket) for bucket in full[: self._step_batches]]
 
     def _holds_before(self, epoch: int) -> bool:
         """Whether a batch waits that was full before this epoch."""

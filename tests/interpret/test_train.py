@@ -306,6 +306,9 @@ def test_a_checkpoint_without_a_part_is_refused(saved: Path, text: Path, lost: s
         ("loader", {"epoch": 0, "next": 1, "waiting": {"64": []}}),
         ("loader", {"epoch": 0, "next": 1, "waiting": {"32": [1]}}),
         ("loader", {"epoch": 0, "next": 1, "waiting": []}),
+        ("loader", {"epoch": 0, "next": 1, "waiting": {"32": []}, "begun": 1}),
+        ("loader", {"epoch": 0, "next": 1, "waiting": {"32": []}, "begun": [[32, [1]]]}),
+        ("loader", {"epoch": 0, "next": 1, "waiting": {"32": []}, "other": []}),
     ],
 )
 def test_a_state_of_the_wrong_kind_is_refused(saved: Path, text: Path, name: str, value: Any) -> None:

@@ -115,12 +115,17 @@ def test_pairs_hardly_wait_for_the_longest_batch_of_a_step(pairs: int, before: f
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 2000), (3, 2010)])
 def test_all_but_a_few_steps_have_one_bucket_and_those_are_sorted(rows: int, count: int) -> None:
-    found = an_epoch(loader(log_normal(count), 6, rows=rows), 6)
+    lengths = log_normal(count)
+    found = an_epoch(loader(lengths, 6, rows=rows), 6)
     mixed = [buckets_of(step) for step in found if len(set(buckets_of(step))) > 1]
     assert 0 < len(mixed) < len(BUCKETS)
     assert [buckets_of(step) for step in found[-len(mixed) :]] == mixed, "at the end of the epoch"
     in_time = list(itertools.chain(*mixed))
     assert in_time == sorted(in_time, reverse=True)
+    *_, following = itertools.islice(steps(loader(lengths, 6, rows=rows), 6), len(found) + 1)
+    late = [planned.shape.bucket for planned in following if planned.rows[-1][0].epoch == 0]
+    assert late
+    assert max(late) <= in_time[-1], "the shortest stay for the next epoch's first step"
 
 
 def test_buckets_take_turns_and_orders_differ() -> None:
@@ -204,6 +209,19 @@ def test_steps_of_one_batch_and_batches_of_one_bucket_keep_their_old_order(
     lengths = log_normal(100)
     mine, old = loader(lengths, step_batches, rows=2, buckets=buckets), old_order(lengths, 2, buckets, 0)
     assert [mine.plan().visits for _ in range(300)] == list(itertools.islice(old, 300))
+
+
+@pytest.mark.parametrize("step_batches", [1, 4])
+def test_packed_rows_keep_their_old_order(step_batches: int) -> None:
+    lengths = [3 + 7 * number % 61 for number in range(50)]
+    mine = loader(lengths, step_batches, buckets=(32, 128), layout="packed")
+    rows: list[list[tuple[int, int]]] = [[]]
+    for epoch in range(3):
+        for number in np.random.default_rng((0, epoch)).permutation(50).tolist():
+            if sum(lengths[held] for _, held in rows[-1]) + lengths[number] > 128:
+                rows.append([])
+            rows[-1].append((epoch, number))
+    assert [mine.plan().visits for _ in rows[:-1]] == [tuple(row) for row in rows[:-1]]
 
 
 # ---------------------------------------------------------------------------------------------- any split, any place
