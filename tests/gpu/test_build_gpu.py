@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -61,6 +62,20 @@ def _build(
     chosen = {"allow_busy_gpu": True, **options}
     result = build.build(_manifest(profile, plugin, section), output, on_event=events.append, **chosen)
     return result, bundle.read(output), events
+
+
+@contextlib.contextmanager
+def _holding(program: str) -> Iterator[None]:
+    """Another process on the GPU, from the moment it says `held` until the end of the context."""
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child:
+        try:
+            assert child.stdout.readline() == b"held\n"
+            yield
+        finally:
+            child.stdin.close()
 
 
 def _fates(held: Bundle, kernel: str) -> dict[int, tuple[str, str]]:
@@ -123,9 +138,22 @@ def test_the_machine_code_is_this_gpus(bad: tuple[BuildResult, Bundle], profile:
     assert held.fingerprint["driver.version"] == host.driver_version()
 
 
+_HOG = """
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(free - (15 << 30), dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_too_little_memory_is_refused_with_numbers(profile: DeviceProfile, tmp_path: Path) -> None:
-    section = {"kernels": ["touches_little"], "pool_bytes": profile.total_memory_bytes * 45 // 100}
-    with pytest.raises(BuildError, match=r"needs \d+ bytes for copies of its arguments; the GPU has \d+ free"):
+    """Another process leaves 15 GiB; the pool takes 7.5 GiB, and so does each of its copies."""
+    section = {"kernels": ["touches_little"], "pool_bytes": 15 << 29}
+    with (
+        _holding(_HOG),
+        pytest.raises(BuildError, match=r"needs \d+ bytes for copies of its arguments; the GPU has \d+ free"),
+    ):
         _build(profile, tmp_path / "bundle.tar", "gpuworkload:WORKLOAD", section)
 
 
@@ -182,15 +210,10 @@ sys.stdin.read()
 
 
 def test_a_busy_gpu_is_refused(profile: DeviceProfile, tmp_path: Path) -> None:
-    occupant = subprocess.Popen([sys.executable, "-c", _OCCUPANT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert occupant.stdin is not None
-    assert occupant.stdout is not None
-    with occupant:
-        assert occupant.stdout.readline() == b"held\n"
+    with _holding(_OCCUPANT):
         section = {"sizes": [100], "kernels": ["shift"]}
         with pytest.raises(BuildError, match="wanted it free") as caught:
             _build(profile, tmp_path / "bundle.tar", "toyworkload:WORKLOAD", section, allow_busy_gpu=False)
         assert caught.value.exit_code == 6
         assert "--allow-busy-gpu" in str(caught.value.hint)
         _build(profile, tmp_path / "bundle.tar", "toyworkload:WORKLOAD", section)
-        occupant.stdin.close()
