@@ -22,7 +22,7 @@ _ABSENT: Any = object()
 
 
 class Patches:
-    """Changes for a time, and undone in reverse order."""
+    """Changes for a time, and undone in reverse order, whole also where an interrupt comes in between."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
@@ -30,20 +30,31 @@ class Patches:
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replaces an attribute of a module, class or object."""
         before = vars(owner).get(name, _ABSENT)
+        self._undo.append(functools.partial(_put_back, owner, name, before))
         setattr(owner, name, value)
-        if before is _ABSENT:
-            self._undo.append(functools.partial(delattr, owner, name))
-        else:
-            self._undo.append(functools.partial(setattr, owner, name, before))
 
     def undo_by(self, function: Callable[[], Any]) -> None:
-        """Has the function called among the others, in its turn."""
+        """Has the function called among the others, in its turn; before what it undoes, and maybe twice."""
         self._undo.append(function)
 
     def restore(self) -> None:
         """Puts everything back."""
+        interrupt = None
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo[-1]()
+                self._undo.pop()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    if before is not _ABSENT:
+        setattr(owner, name, before)
+    elif name in vars(owner):
+        delattr(owner, name)
 
 
 # ---------------------------------------------------------------------------------------------- environment
@@ -171,8 +182,8 @@ class Walls:
             patches.set(sys.modules[module], name, refuse)
             return
         finder = _AfterImport(module, lambda loaded: patches.set(loaded, name, refuse))
-        sys.meta_path.insert(0, finder)
         patches.undo_by(finder.remove)
+        sys.meta_path.insert(0, finder)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -265,7 +265,7 @@ def explain(path: Path, kernel: str, key: str = "") -> list[Explained]:
         raise _unknown_kernel(held, kernel)
     wanted = [choice for choice in of_kernel if key in str(choice.key or "")]
     if not wanted:
-        known = ", ".join(f"`{choice.key}`" for choice in of_kernel)
+        known = ", ".join(f"`{choice.key or '(not tuned)'}`" for choice in of_kernel)
         raise InputError(f"--key: no key of `{kernel}` holds `{key}`; wanted part of one", hint=f"it has {known}")
     return [_explained(held, choice) for choice in wanted]
 

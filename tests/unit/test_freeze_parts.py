@@ -184,6 +184,31 @@ def test_patches_are_put_back_in_reverse() -> None:
     patches.restore()
 
 
+def test_an_interrupt_between_patches_leaves_none_behind() -> None:
+    """In the middle of a change, and in the middle of putting changes back."""
+
+    class Interrupted:
+        def __init__(self, times: int) -> None:
+            vars(self)["times"] = times
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            vars(self)[name] = value
+            vars(self)["times"] -= 1
+            if self.times == 0:
+                raise KeyboardInterrupt
+
+    for times in (1, 2, 3, 4):
+        owner, patches = Interrupted(times), guards.Patches()
+        vars(owner).update(first=1, second=2)
+        with pytest.raises(KeyboardInterrupt):
+            try:
+                patches.set(owner, "first", 10)
+                patches.set(owner, "second", 20)
+            finally:
+                patches.restore()
+        assert (owner.first, owner.second) == (1, 2)
+
+
 def test_a_module_is_walled_when_someone_imports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lateone.py").write_text("def work():\n    return 'worked'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
