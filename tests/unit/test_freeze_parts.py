@@ -198,15 +198,20 @@ def test_an_interrupt_between_patches_leaves_none_behind() -> None:
                 raise KeyboardInterrupt
 
     for times in (1, 2, 3, 4):
-        owner, patches = Interrupted(times), guards.Patches()
+        owner = Interrupted(times)
         vars(owner).update(first=1, second=2)
         with pytest.raises(KeyboardInterrupt):
-            try:
-                patches.set(owner, "first", 10)
-                patches.set(owner, "second", 20)
-            finally:
-                patches.restore()
+            _patch_and_restore(owner)
         assert (owner.first, owner.second) == (1, 2)
+
+
+def _patch_and_restore(owner: Any) -> None:
+    patches = guards.Patches()
+    try:
+        patches.set(owner, "first", 10)
+        patches.set(owner, "second", 20)
+    finally:
+        patches.restore()
 
 
 def test_a_module_is_walled_when_someone_imports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
