@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash import devices
-from dflash.drafter import Attention, Drafter, rotary, rotate
+from dflash.drafter import Attention, Drafter, Remade, rotary, rotate
 from dflash.target import Target
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -115,7 +115,7 @@ class DrafterProposer:
             table = self._table(self._length, self._length + spec.block_size)
             for layer, context in zip(self._drafter.layers, self._contexts, strict=True):
                 x_1KE = x_1KE + self._attend(layer.self_attn, layer.input_layernorm(x_1KE), context, table)
-                x_1KE = x_1KE + layer.mlp(layer.post_attention_layernorm(x_1KE))
+                x_1KE = x_1KE + layer.mlp(Remade.by(layer.post_attention_layernorm, x_1KE))
             hidden_PE = self._drafter.norm(x_1KE)[0, 1:]
         with torch.no_grad(), devices.current(target.device):
             head_VE = target.head_VE
