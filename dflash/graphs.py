@@ -188,8 +188,8 @@ class GraphedTarget(Target):
         """Rows and bucket of each graph, in the order of their capture."""
         return list(self._by_shape)
 
-    def features(self, batch: Batch) -> torch.Tensor:
-        """As the eager target's, to the bit: a new tensor on the current stream, which no later replay changes.
+    def features(self, batch: Batch, out_BSF: torch.Tensor | None = None) -> torch.Tensor:
+        """As the eager target's, to the bit, on the current stream: no later replay changes what is returned.
 
         Raises:
             InputError: no graph has this shape and layout.
@@ -205,7 +205,7 @@ class GraphedTarget(Target):
             found.input_ids_BS.copy_(batch.input_ids_BS)
             found.positions_BS.copy_(batch.positions_BS)
             found.replay()
-            return found.features_BSF.clone()
+            return found.features_BSF.clone() if out_BSF is None else out_BSF.copy_(found.features_BSF)
 
     def _captured(self, example: Batch) -> _Captured:
         rows, length = example.input_ids_BS.shape
@@ -216,7 +216,7 @@ class GraphedTarget(Target):
         static = dataclasses.replace(example, input_ids_BS=ids_BS, positions_BS=positions_BS)
 
         def work() -> None:
-            features_BSF.copy_(Target.features(self, static))
+            Target.features(self, static, features_BSF)
 
         return _Captured(self._recorder.record(work), ids_BS, positions_BS, features_BSF)
 

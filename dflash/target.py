@@ -1,7 +1,6 @@
 """The frozen hybrid target: hidden states of chosen layers, embedding and head.
 
-Legend of shape suffixes: B rows, S context length, E hidden size, F = E times the number of target layers,
-V vocabulary.
+Legend of shape suffixes: B rows, S context length, E hidden size, P outputs side by side, F = P·E, V vocabulary.
 
 Whole-sequence logits are never made: only the decoder stack runs, and the head is applied by the loss to block rows.
 """
@@ -91,13 +90,22 @@ class Target:
         """transformers' causal language model."""
         return self._model
 
-    def features(self, batch: Batch) -> torch.Tensor:
+    def features(self, batch: Batch, out_BSF: torch.Tensor | None = None) -> torch.Tensor:
         """Outputs [B, S, F] of the chosen layers, side by side, for a batch on this target's device.
 
         With ``appends_last`` there are E more columns: the last hidden state, behind the final norm.
+
+        Args:
+            batch: the batch.
+            out_BSF: where to write them; new memory without it. Each layer's output is copied there as it comes, and
+                none is kept until the last.
         """
+        if out_BSF is None:
+            shape = (*batch.input_ids_BS.shape, self.width)
+            out_BSF = torch.empty(shape, dtype=self.head_VE.dtype, device=self.device)
+        out_BSPE = out_BSF.unflatten(-1, (-1, self.head_VE.shape[1]))
         gradients = torch.no_grad() if self.frozen else contextlib.nullcontext()
-        with self.capturing() as captured, gradients:
+        with gradients, self._hooked(lambda position, output: out_BSPE[:, :, position].copy_(output)):
             result = self._model.model(
                 input_ids=batch.input_ids_BS,
                 position_ids=batch.positions_BS,
@@ -105,32 +113,37 @@ class Target:
                 use_cache=False,
                 **_boundaries(batch),
             )
-        return captured(result.last_hidden_state) if self.appends_last else captured()
+            if self.appends_last:
+                out_BSPE[:, :, -1].copy_(result.last_hidden_state)
+        return out_BSF
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[Callable[..., torch.Tensor]]:
-        """Keeps this thread's outputs of the chosen layers; what it yields puts the last side by side [B, S, F].
-
-        What it is called with is put behind them.
-        """
+    def capturing(self) -> Iterator[Callable[[], torch.Tensor]]:
+        """Keeps this thread's outputs of the chosen layers; what it yields puts the last side by side [B, S, F]."""
         outputs: dict[int, torch.Tensor] = {}
+        with self._hooked(outputs.__setitem__):
+            yield lambda: torch.cat([outputs[place] for place in range(len(self._layer_ids))], dim=-1)
+
+    @contextlib.contextmanager
+    def _hooked(self, take: Callable[[int, torch.Tensor], Any]) -> Iterator[None]:
+        """Gives the outputs of the chosen layers, in this thread, to a function, each with its position among them."""
         handles = [
-            self._model.model.layers[layer].register_forward_hook(_keep(outputs, position))
+            self._model.model.layers[layer].register_forward_hook(_hook(take, position))
             for position, layer in enumerate(self._layer_ids)
         ]
         try:
-            yield lambda *more: torch.cat([*(outputs[place] for place in range(len(self._layer_ids))), *more], dim=-1)
+            yield
         finally:
             for handle in handles:
                 handle.remove()
 
 
-def _keep(outputs: dict[int, torch.Tensor], position: int) -> Any:
+def _hook(take: Callable[[int, torch.Tensor], Any], position: int) -> Any:
     thread = threading.get_ident()
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == thread:  # another thread's pass through the same model is none of ours
-            outputs[position] = output[0] if isinstance(output, tuple) else output
+            take(position, output[0] if isinstance(output, tuple) else output)
 
     return hook
 
