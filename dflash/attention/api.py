@@ -12,7 +12,7 @@ import torch
 
 from dflash.attention import kernels
 from dflash.attention.candidates import scaled
-from dflash.attention.metadata import NO_WINDOW, AnchorLayout, anchor_layout
+from dflash.attention.metadata import AnchorLayout, anchor_layout, dense
 from kernelbake.errors import InputError
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -21,7 +21,6 @@ MAX_GROUP = 16
 MAX_LENGTH = 1 << 29
 """Keys of one batch entry and lanes (B·Q·H) of a call stay below, so that 32-bit row numbers cannot wrap."""
 
-_ALIGNMENT = 16
 _DELTA_LANES = 32
 
 
@@ -66,7 +65,7 @@ def anchor_attention(
     Raises:
         InputError: shapes, dtypes or options that do not fit, all of them at once.
     """
-    faults = _faults(q, k, v, anchors, block_size, context_length, num_valid, doc_ids, window, scale, layout)
+    faults = _faults(q, k, v, anchors, block_size, context_length, num_valid, doc_ids, window, causal, scale, layout)
     if faults:
         raise InputError(f"anchor attention: {len(faults)} faults in the arguments", reasons=faults)
     if layout is None:
@@ -93,6 +92,7 @@ def _faults(
     num_valid: torch.Tensor | None,
     doc_ids: torch.Tensor | None,
     window: int | None,
+    causal: bool,
     scale: float | None,
     layout: AnchorLayout | None,
 ) -> list[str]:
@@ -102,14 +102,7 @@ def _faults(
         for name, tensor, wanted in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("anchors", anchors, 2))
         if tensor.dim() != wanted
     ]
-    if block_size < 1:
-        faults.append(f"block_size: {block_size}; wanted at least 1")
-    if context_length < 1:
-        faults.append(f"context_length: {context_length}; wanted at least 1")
-    if window is not None and window < 1:
-        faults.append(f"window: {window}; wanted at least 1 or none")
-    if scale is not None and not (scale > 0 and math.isfinite(scale)):
-        faults.append(f"scale: {scale}; wanted a positive finite number")
+    faults += _option_faults(block_size, context_length, window, causal, scale)
     if faults:
         return faults
     return [
@@ -117,6 +110,20 @@ def _faults(
         *_kind_faults(q, k, v, anchors, num_valid, doc_ids),
         *_companion_faults(anchors, block_size, context_length, num_valid, doc_ids, window, layout),
     ]
+
+
+def _option_faults(block_size: Any, context_length: Any, window: Any, causal: Any, scale: Any) -> list[str]:
+    """Types are exact: another one would be a key of its own, or one more specialization."""
+    faults = []
+    for name, number in (("block_size", block_size), ("context_length", context_length), ("window", window)):
+        optional = name == "window"
+        if not (number is None and optional) and not (type(number) is int and number >= 1):
+            faults.append(f"{name}: {number}; wanted a whole number of at least 1{' or none' if optional else ''}")
+    if type(causal) is not bool:
+        faults.append(f"causal: {causal}; wanted True or False")
+    if scale is not None and not (type(scale) in (int, float) and scale > 0 and math.isfinite(scale)):
+        faults.append(f"scale: {scale}; wanted a positive finite number")
+    return faults
 
 
 def _shape_faults(
@@ -211,7 +218,7 @@ class _AnchorAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AnchorLayout, causal: bool, scale: float
     ) -> torch.Tensor:
-        q, k, v = _dense(q), _dense(k), _dense(v)
+        q, k, v = dense(q), dense(k), dense(v)
         out, lse = _forward(q, k, v, layout, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.causal, ctx.scale = layout, causal, scale
@@ -222,24 +229,13 @@ class _AnchorAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise InputError("anchor attention: differentiated twice; wanted one backward without `create_graph`")
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = _backward(q, k, v, out, lse, _dense(grad), ctx.layout, ctx.causal, ctx.scale)
+        dq, dk, dv = _backward(q, k, v, out, lse, dense(grad), ctx.layout, ctx.causal, ctx.scale)
         return dq, dk, dv, None, None, None
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as the kernels read it: contiguous and aligned, so that no call needs a specialization of its own."""
-    if not tensor.is_contiguous() or tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
 
 
 def _size_class(num_rows: int) -> int:
     """Coarse size that the autotune key holds: long calls fill a GPU with large tiles, short ones do not."""
     return int(num_rows >= 4096)
-
-
-def _window(layout: AnchorLayout) -> int:
-    return NO_WINDOW if layout.window is None else layout.window
 
 
 def _constants(q: torch.Tensor, k: torch.Tensor, layout: AnchorLayout, causal: bool) -> dict[str, Any]:
@@ -284,7 +280,7 @@ def _forward(
         num_rows,
         layout.context_length,
         layout.bounds.shape[2],
-        _window(layout),
+        layout.window_argument,
         _size_class(num_rows),
         **_constants(q, k, layout, causal),
     )
@@ -335,7 +331,7 @@ def _backward(
         layout.context_length,
         layout.bounds.shape[2],
         layout.counts.shape[2],
-        _window(layout),
+        layout.window_argument,
         _size_class(num_rows),
         **_constants(q, k, layout, causal),
     )

@@ -23,6 +23,8 @@ MARK = tl.constexpr(16)
 NO_WINDOW = 1 << 30
 """A window that bounds nothing: larger than any context length that is accepted."""
 
+_ALIGNMENT = 16
+
 _CHUNK = 64
 
 _RUNTIME = ("num_blocks", "num_marks", "context_length", "window")
@@ -49,6 +51,23 @@ class AnchorLayout:
     context_length: int
     window: int | None
     bounded: bool
+
+    @property
+    def window_argument(self) -> int:
+        """The window as kernels take it, in 32 bits whatever was asked for."""
+        return window_argument(self.window)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as the kernels read it: contiguous and aligned, so that no call needs a specialization of its own."""
+    if not tensor.is_contiguous() or tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def window_argument(window: int | None) -> int:
+    """A window, or the lack of one, as a number to which positions can be added in 32 bits."""
+    return NO_WINDOW if window is None else min(window, NO_WINDOW)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -164,17 +183,19 @@ def anchor_layout(
     counts = torch.empty((batch, 3, num_marks), dtype=torch.int32, device=anchors.device)
     if num_valid is None:
         num_valid = torch.full((batch,), num_blocks, dtype=torch.int32, device=anchors.device)
+    anchors, num_valid = dense(anchors), dense(num_valid)
+    documents = anchors if doc_ids is None else dense(doc_ids)
     grid = (-(-num_blocks // _CHUNK) + -(-num_marks // _CHUNK), batch)
     anchor_layout_kernel[grid](
         anchors,
         num_valid,
-        anchors if doc_ids is None else doc_ids,
+        documents,
         bounds,
         counts,
         num_blocks,
         num_marks,
         context_length,
-        NO_WINDOW if window is None else window,
+        window_argument(window),
         BLOCK_SIZE=block_size,
         PACKED=doc_ids is not None,
         CHUNK=_CHUNK,

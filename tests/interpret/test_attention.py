@@ -213,6 +213,24 @@ def test_views_are_read_as_what_they_show() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("name", ["anchors", "num_valid", "doc_ids"])
+def test_strided_integers_are_read_as_what_they_show(name: str) -> None:
+    """Every second one of a larger array, which starts off alignment, with other numbers in between."""
+    case = AttentionCase(batch=2, num_blocks=4, packed=True, padding=True)
+    inputs, given = cases.tensors(case, torch.float32), cases.options(case)
+    wanted = cases.run(anchor_attention, inputs, given)
+    spread = torch.stack([torch.full_like(given[name], 1), given[name]], dim=-1)
+    found = cases.run(anchor_attention, inputs, {**given, name: spread[..., 1]})
+    assert all(torch.equal(found[part], wanted[part]) for part in wanted)
+
+
+@pytest.mark.parametrize("window", [1 << 30, (1 << 31) - 1, 1 << 31, 1 << 40])
+def test_a_window_wider_than_any_context_bounds_nothing(window: int) -> None:
+    """However wide it is, positions are added to it in 32 bits."""
+    found = cases.errors(AttentionCase(window=window, causal=True), torch.float32)
+    assert max(found.values()) <= TOLERANCE, found
+
+
 def test_a_shared_layout_changes_nothing() -> None:
     case = AttentionCase(batch=2, num_blocks=4, packed=True, padding=True, window=20)
     inputs, given = cases.tensors(case, torch.float32), cases.options(case)
