@@ -34,7 +34,7 @@ from kernelbake.keys import Kernel, Specialization
 from kernelbake.outcome import OK, Code, Files, Reason, Rejected, one_line, shape_of
 from kernelbake.plan import KernelFacts
 from kernelbake.profiles import DeviceProfile
-from kernelbake.worker import Channel, Lines, describe_status, die_with_parent, write_line
+from kernelbake.worker import Channel, Lines, describe_status, die_with_parent, end_helpers_too, write_line
 
 _LACKS_ARCH = ("is not defined for option 'gpu-name'", "Unsupported gpu architecture", "Cannot find ptxas")
 
@@ -360,6 +360,7 @@ def _prepare(job: Mapping[str, Any]) -> None:
 def main() -> None:
     """The compile server's process."""
     channel = Channel(sys.argv)
+    end_helpers_too()
     job = channel.receive()
     try:
         if job["jobs"]:

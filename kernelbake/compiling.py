@@ -95,12 +95,11 @@ class CompileServer:
 
         Raises:
             BuildError: nothing can be compiled for this gpu target here, or the server ended.
-        InputError: the disk is full.
+            InputError: the disk is full.
             KeyboardInterrupt: a candidate was interrupted by a person.
         """
-        longest_first = sorted(
-            tasks, key=lambda task: -self._sizes[task.kernel.to_json()]
-        )  # else the end is one by one
+        # the longest first, else the end is one by one
+        longest_first = sorted(tasks, key=lambda task: -self._sizes[task.kernel.to_json()])
         waiting: Iterator[tuple[int, Task]] = iter(enumerate(longest_first))
         running: dict[int, Task] = {}
         room = 2 * self._job["jobs"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import selectors
@@ -248,3 +249,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def end_helpers_too() -> None:
+    """Makes the kernel also end every helper that this process starts through ``subprocess``: a process that is killed
+    cannot end the assembler that it waits for, and one that hangs would stay. Only for a process without threads."""
+    start = subprocess.Popen.__init__
+
+    def started(self: subprocess.Popen[Any], *arguments: Any, **options: Any) -> None:
+        start(self, *arguments, **{"preexec_fn": functools.partial(die_with_parent, os.getpid()), **options})
+
+    subprocess.Popen.__init__ = started  # type: ignore[method-assign]
