@@ -49,6 +49,8 @@ def check_platform() -> None:
         reasons.append(f"operating system: `{sys.platform}`; wanted Linux, the only one that Triton supports with CUDA")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         reasons.append("python: a free-threaded build; wanted one with the global lock, on which launches rely")
+    if sys.flags.optimize > 1:
+        reasons.append("python: `-OO` drops the docstrings that transformers reads on import; wanted at most `-O`")
     torch = sys.modules.get("torch")
     if torch is not None and getattr(torch.version, "hip", None):
         reasons.append(f"torch: built for ROCm `{torch.version.hip}`; wanted a build for CUDA")

@@ -23,6 +23,9 @@ from kernelbake.workload import Footprint
 OnProgress = Callable[[int, int, str], None]
 """Called with cases done, cases in all, and what is being done."""
 
+PACKAGE = Path(kernelbake.__file__).parent
+"""Where this process has kernelbake from."""
+
 _DROPPED = ("TRITON_", "CUDA_", "TORCH", "PYTORCH_", "NVIDIA_", "LD_PRELOAD", "FLA_CACHE_", "FLA_CONFIG_", "FLA_GPU_")
 """Prefixes of variables that a plan must not depend on. Other ``FLA_`` variables choose implementations: kept."""
 
@@ -33,7 +36,7 @@ _FIXED = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
-    "TORCHINDUCTOR_CACHE_DIR": str(Path(__file__).parent),  # torch makes the folder when it decorates: it is there
+    "TORCHINDUCTOR_CACHE_DIR": str(PACKAGE),  # torch makes the folder when it decorates: it is there
 }
 
 _ERRORS: dict[str, type[KernelbakeError]] = {
@@ -122,7 +125,9 @@ def command() -> list[str]:
 def environment(inherited: Mapping[str, str], *, interpreted: bool) -> dict[str, str]:
     """The child's environment: what is inherited, less what a plan must not depend on, plus what it needs."""
     kept = {name: value for name, value in inherited.items() if not name.startswith(_DROPPED)}
-    own_folder = str(Path(kernelbake.__file__).parent.parent)
+    if sys.flags.ignore_environment:  # this process looks for modules without them, and so shall the child
+        kept = {name: value for name, value in kept.items() if not name.startswith("PYTHON")}
+    own_folder = str(PACKAGE.parent)
     folders = [folder for folder in kept.get("PYTHONPATH", "").split(os.pathsep) if folder]
     kept["PYTHONPATH"] = os.pathsep.join([*folders, own_folder])
     return {**kept, **_FIXED, **({"TRITON_INTERPRET": "1"} if interpreted else {})}
@@ -163,6 +168,12 @@ class Child:
         result = self._converse(request, on_progress)
         if result is None:
             raise self._death()
+        if result.get("package") != str(PACKAGE.resolve()):
+            raise InputError(
+                f"plan: the planning process found kernelbake in `{result.get('package')}`; wanted the one of this "
+                f"process, in `{PACKAGE}`",
+                hint="take the other one out of PYTHONPATH",
+            )
         self.footprints = tuple(map(Footprint.from_json, result["footprints"]))
         return Plan.from_json(result["plan"])
 

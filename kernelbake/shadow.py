@@ -318,7 +318,8 @@ def main() -> int:
         print(json.dumps({**refusal, "hint": error.hint, "reasons": error.reasons}), file=events)
         return 0
     held = [item.to_json() for item in footprints]
-    print(json.dumps({"event": "plan", "plan": plan.to_json(), "footprints": held}), file=events)
+    package = str(Path(__file__).resolve().parent)
+    print(json.dumps({"event": "plan", "package": package, "plan": plan.to_json(), "footprints": held}), file=events)
     return 0
 
 

@@ -419,6 +419,21 @@ def test_other_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [reason.split(":")[0] for reason in caught.value.reasons] == ["operating system", "python", "torch"]
 
 
+def test_a_python_without_docstrings_is_refused() -> None:
+    """transformers reads its own when it is imported."""
+    script = textwrap.dedent("""
+        from kernelbake import errors, host
+        try:
+            host.check_platform()
+        except errors.UnsupportedError as error:
+            print(error)
+    """)
+    done = subprocess.run([sys.executable, "-OO", "-c", script], capture_output=True, text=True, check=True)
+    assert "python: `-OO` drops the docstrings" in done.stdout
+    done = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
 def test_settings_of_another_lookup_are_reported(gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = lab.bake([TUNED])
     monkeypatch.setenv("FLA_CACHE_MODE", "full")

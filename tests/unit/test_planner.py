@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -47,12 +48,31 @@ def plan(**options: Any) -> Any:
 def test_a_plan_comes_back_as_it_was_sent(child: Any, tmp_path: Path) -> None:
     sent = samples.contents().plan
     held = [Footprint(case, (PartPeak("step", 0, 512),)) for case in sent.cases]
-    event = {"event": "plan", "plan": sent.to_json(), "footprints": [item.to_json() for item in held]}
+    package = str(Path(planner.__file__).resolve().parent)
+    event = {"event": "plan", "package": package, "plan": sent.to_json()}
+    event["footprints"] = [item.to_json() for item in held]
     (tmp_path / "event.json").write_text(json.dumps(event))
     child(f"say(**json.load(open({str(tmp_path / 'event.json')!r})))")
     with planner.started(interpreted=False) as started:
         assert started.plan("toy", {"sizes": [1]}, PROFILE) == sent
         assert started.footprints == tuple(held)
+
+
+def test_another_kernelbake_in_the_child_is_refused_by_its_place(child: Any) -> None:
+    child("say(event='plan', package='/elsewhere/kernelbake', plan=None)")
+    with pytest.raises(InputError, match="found kernelbake in `/elsewhere/kernelbake`; wanted the one of this process"):
+        plan()
+
+
+def test_a_process_that_ignores_variables_of_python_has_a_child_that_does() -> None:
+    script = (
+        "from kernelbake import planner; found = planner.environment({'PYTHONPATH': '/modules', 'PYTHONHASHSEED': '1', "
+        "'HOME': '/home'}, interpreted=False); print(found['PYTHONPATH'], found['HOME'], 'PYTHONHASHSEED' in found)"
+    )
+    folder = str(Path(planner.__file__).parents[1])
+    code = f"import sys; sys.path.insert(0, {folder!r}); {script}"
+    done = subprocess.run([sys.executable, "-E", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{folder} /home False\n"
 
 
 def test_the_request_holds_all_that_decides(child: Any, tmp_path: Path) -> None:
