@@ -35,8 +35,8 @@ def build(job: Job) -> Trainer:
         source, held_out = data.hold_out(source, spec.data.held_out)
     resumed = checkpoint.load(checkpoint.find(job.output, run.resume)) if run.resume else None
     if resumed is not None:
-        batches = job.step_batches
-        checkpoint.check_same_run(resumed[0], spec, run.seed, job.bundle, batches, other_bundle=run.other_bundle)
+        now = (spec, run.seed, job.bundle, job.step_batches, source.digest)
+        checkpoint.check_same_run(resumed[0], *now, other_bundle=run.other_bundle)
     _check_same(job, source, resumed[0].step if resumed is not None else 0)
     interpreted = job.interpreted
     places = [tuple(torch_device(gpu, interpreted=interpreted) for gpu in (at.target, at.drafter)) for at in run.pairs]
@@ -93,7 +93,7 @@ def _check_same(job: Job, source: data.Source, step: int) -> None:
 
     own = ("devices", "dp_pairs", "output", "bundle", "resume")  # of a host
     facts = {"bundle": job.bundle, "torch": torch.__version__, "triton": triton.__version__}
-    facts |= {"pairs": len(job.run.pairs), "samples": len(source), "step": step}
+    facts |= {"pairs": len(job.run.pairs), "samples": len(source), "contents": source.digest, "step": step}
     facts |= _flat({name: value for name, value in job.run.to_json().items() if name not in own}, "")
     job.ranks.check_same(facts | _flat(job.spec.to_json(), ""))
 

@@ -7,6 +7,7 @@ nothing else. Random generators need no bytes: every draw is a function of the s
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -29,6 +31,8 @@ FORMAT = 1
 PREFIX = "step-"
 LATEST = "latest"
 _STATE, _TENSORS = "state.json", "optimizer.safetensors"
+_CHUNK = 1 << 17
+"""Words of eight bytes that are added up to one number of a tensor's digest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,8 @@ class State:
         run: the run's configuration.
         bundle: digest of the bundle; None of a stock run.
         step_batches: batches of one step, over all pairs and ranks; None in older checkpoints, of one pair.
+        samples: digest of the data; None in older checkpoints.
+        digests: of the tensors, by name, as ``save`` adds them; None in older checkpoints.
     """
 
     step: int
@@ -52,6 +58,8 @@ class State:
     run: Mapping[str, Any]
     bundle: str | None
     step_batches: int | None = None
+    samples: str | None = None
+    digests: Mapping[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "dflash": __version__, **dataclasses.asdict(self)}
@@ -73,6 +81,7 @@ def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Pat
     """
     final = folder(output, state.step)
     cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    state = dataclasses.replace(state, digests={name: _digest(tensor) for name, tensor in cpu.items()})
     try:
         with _replacing(final) as place:
             save_file(cpu, place / _TENSORS)
@@ -83,6 +92,18 @@ def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Pat
             hint="the newest whole checkpoint is good; --resume latest goes on from it",
         ) from error
     return final
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Differs for every changed word of a tensor on the CPU; made at the speed of memory, as there may be many GB.
+
+    SHA-256 over the sums of each MiB's words, which wrap around, and what is left over.
+    """
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    whole = len(data) // 8 * 8
+    words = data[:whole].view(np.uint64)
+    sums = np.add.reduceat(words, range(0, len(words), _CHUNK)) if len(words) else words
+    return hashlib.sha256(sums.tobytes() + data[whole:].tobytes()).hexdigest()[:16]
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -175,9 +196,18 @@ def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
         InputError: a part is missing, broken or of a later format.
     """
     try:
-        return _state(folder), load_file(folder / _TENSORS)
+        state, tensors = _state(folder), load_file(folder / _TENSORS)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise InputError(f"resume: `{folder}` is broken ({error}); wanted a complete checkpoint") from error
+    said = state.digests if state.digests is not None else {name: _digest(tensor) for name, tensor in tensors.items()}
+    damaged = [f"`{name}`" for name, digest in said.items() if name in tensors and _digest(tensors[name]) != digest]
+    if damaged:
+        raise InputError(
+            f"resume: `{folder}` is damaged: {len(damaged)} of {len(said)} tensors are not what was saved",
+            reasons=damaged,
+            hint="another checkpoint of the run may be whole: --resume FOLDER",
+        )
+    return state, tensors
 
 
 def newest_state(output: Path) -> State | None:
@@ -219,6 +249,8 @@ def _check_kinds(state: State) -> None:
         "run": isinstance(state.run, dict),
         "bundle": state.bundle is None or isinstance(state.bundle, str),
         "step_batches": state.step_batches is None or (_is_count(state.step_batches) and state.step_batches > 0),
+        "samples": state.samples is None or isinstance(state.samples, str),
+        "digests": state.digests is None or isinstance(state.digests, dict),
         "loader": isinstance(loader, dict)
         and loader.keys() - {BEGUN} == {"epoch", "next", "waiting"}
         and _is_count(loader["epoch"])
@@ -251,7 +283,14 @@ def _are_batches(batches: Any) -> bool:
 
 
 def check_same_run(
-    state: State, spec: Spec, seed: int, bundle: str | None, step_batches: int, *, other_bundle: bool
+    state: State,
+    spec: Spec,
+    seed: int,
+    bundle: str | None,
+    step_batches: int,
+    samples: str,
+    *,
+    other_bundle: bool,
 ) -> None:
     """Refuses to go on with what another run left, naming everything that differs.
 
@@ -268,6 +307,8 @@ def check_same_run(
         names = sorted({*now[part], *theirs})
         pairs += [(f"{part}.{name}", theirs.get(name), now[part].get(name)) for name in names]
     reasons = [f"{name}: `{before}`; now `{here}`" for name, before, here in pairs if before != here]
+    if state.samples not in (None, samples) and state.spec.get("data") == now["data"]:
+        reasons.append(f"samples of `{spec.data.source}`: `{state.samples:.12}`; now `{samples:.12}`, other contents")
     then = state.step_batches if state.step_batches is not None else state.run.get("batch", {}).get("accumulate")
     if then != step_batches:
         reasons.append(
@@ -291,12 +332,21 @@ def export(folder: Path, drafter: Drafter, spec: Spec) -> None:
     """Writes ``config.json`` and ``model.safetensors`` as z-lab's models are laid out, which serving engines load.
 
     Names have no ``model.`` prefix; embedding, head and rotary tables are the target's and not in it; weights are bf16.
+
+    Raises:
+        TrainingStoppedError: it cannot be written. What stood there before is still whole.
     """
-    with _replacing(folder) as target:
-        weights = drafter.named_parameters()
-        tensors = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights}
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        (target / "config.json").write_text(json.dumps(served_config(spec), indent=2) + "\n")
+    weights = drafter.named_parameters()
+    tensors = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights}
+    try:
+        with _replacing(folder) as target:
+            save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+            (target / "config.json").write_text(json.dumps(served_config(spec), indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise TrainingStoppedError(
+            f"drafter: `{folder}` cannot be written ({error}); wanted room for {devices.gib(_bytes(tensors))}",
+            hint="all steps are saved; --resume latest writes the drafter",
+        ) from error
 
 
 def served_config(spec: Spec) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import hashlib
+import json
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,10 +42,12 @@ class Source(Protocol):
         name: for people.
         dropped: samples left out, by reason.
         share: of the tokens that are supervised.
+        digest: of all that decides the samples and their order: other data under the same name have another one.
     """
 
     name: str
     dropped: collections.Counter[str]
+    digest: str
 
     @property
     def share(self) -> float: ...
@@ -87,6 +91,8 @@ class PythonSources:
         if not self._files:
             raise DataError(f"data: no Python file under `{root}`; wanted the standard library's sources")
         self._pieces = self._cut(buckets, (1, 4) if packed else (6, 8))
+        names = [path.relative_to(root).as_posix() for path in self._files]
+        self.digest = hashlib.sha256(json.dumps([names, self._pieces]).encode()).hexdigest()
         self._text = functools.lru_cache(maxsize=64)(lambda file: self._files[file].read_bytes())
 
     def _cut(self, buckets: tuple[int, ...], eighths: tuple[int, int]) -> list[tuple[int, int, int]]:
@@ -115,7 +121,10 @@ class PythonSources:
 
     def read(self, number: int) -> Tokens:
         file, offset, length = self._pieces[number]
-        text = self._text(file)[offset : offset + length * self._per_token]
+        try:
+            text = self._text(file)[offset : offset + length * self._per_token]
+        except OSError as error:
+            raise DataError(f"data: `{self._files[file]}` cannot be read ({error.strerror})") from error
         if self._encode is as_bytes:
             ids = np.frombuffer(text, np.uint8).astype(np.int64)
         else:
@@ -141,6 +150,7 @@ class Part:
         self.name = name
         self.dropped = source.dropped
         self.share = source.share
+        self.digest = source.digest
         self._source = source
         self._numbers = numbers
 

@@ -259,6 +259,7 @@ class RankExchange:
         import torch.distributed as dist
 
         self._alarm.check()
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named so before torch 2.13
         part = self._flat[self.pieces[piece]]
         received = self._received[: len(part)]
         if self._stream is not None:
@@ -269,7 +270,7 @@ class RankExchange:
             shares = list(received.chunk(self._ranks.world))
             own = shares[self._ranks.rank]
             add_in_order(shares, own)
-            dist.all_gather_into_tensor(part, own, group=self._group)
+            gather(part, own, group=self._group)
 
     def finish(self, pair: int) -> None:
         self._alarm.check()

@@ -16,8 +16,9 @@ from dflash.profiling import Profiler
 from dflash.ranks import Ranks
 from dflash.recipe import D_PACE
 from dflash.spec import Spec
+from dflash.stop import Stop
 from dflash.tracking import Sink
-from dflash.validation import Validation, validate
+from dflash.validation import Validation, batches, validate
 from kernelbake.workload import Footprint
 
 
@@ -124,12 +125,14 @@ class Trainer:
             f"{self.loader.source.share:.1%} of the tokens supervised; from step {self.done}"
         )
 
-    def validate(self) -> Validation | None:
-        """Loss and accuracy over the samples held out, if there are any."""
+    def validate(self, stop: Stop) -> Validation | None:
+        """Loss and accuracy over the samples held out, if there are any and no signal comes."""
+        job, found = self.job, None
         if self.held_out is not None:
-            job = self.job
-            self.validation = validate(self.pairs, self.held_out, job.shapes, job.drafting, job.run.seed, job.ranks)
-        return self.validation
+            made = batches(self.held_out, job.shapes, job.drafting, job.run.seed)
+            found = validate(self.pairs, made, job.drafting, self.meter.exhausted, stop, job.ranks)
+        self.validation = found or self.validation
+        return found
 
     def save(self) -> Path:
         """Writes a checkpoint of the current step, on rank 0; no rank goes on before.
@@ -143,7 +146,14 @@ class Trainer:
         """Writes a checkpoint of the current step with the state of this pair, on rank 0."""
         job = self.job
         state = checkpoint.State(
-            self.done, job.run.seed, self.place, job.spec.to_json(), job.run.to_json(), job.bundle, job.step_batches
+            step=self.done,
+            seed=job.run.seed,
+            loader=self.place,
+            spec=job.spec.to_json(),
+            run=job.run.to_json(),
+            bundle=job.bundle,
+            step_batches=job.step_batches,
+            samples=self.loader.source.digest,
         )
         if not job.ranks.leads:
             return checkpoint.folder(job.output, self.done)

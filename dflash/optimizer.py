@@ -135,7 +135,7 @@ class Optimizer:
         """Takes over what ``state`` gave.
 
         Raises:
-            InputError: tensors are missing or have another shape; all of them are listed.
+            InputError: tensors are missing or have another shape or dtype; all of them are listed.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for name, master in zip(self._names, self.masters, strict=True):
@@ -145,6 +145,8 @@ class Optimizer:
         for name in shapes.keys() & tensors.keys():
             if tuple(tensors[name].shape) != shapes[name]:
                 faults.append(f"`{name}` has shape {tuple(tensors[name].shape)}; wanted {shapes[name]}")
+            if tensors[name].dtype != torch.float32:
+                faults.append(f"`{name}` is {tensors[name].dtype}; wanted {torch.float32}, as it was saved")
         if faults:
             raise InputError("resume: the optimizer's state does not fit this drafter", reasons=sorted(faults))
         for name, master, weight in zip(self._names, self.masters, self._weights, strict=True):

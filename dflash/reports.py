@@ -208,6 +208,24 @@ class Log:
         self._sinks = sinks
         output.mkdir(parents=True, exist_ok=True)
 
+    def go_on_from(self, step: int) -> None:
+        """Takes away what stands there of later steps, which will be made again, and a line that was never ended.
+
+        Raises:
+            TrainingStoppedError: it cannot be written.
+        """
+        try:
+            if not self._path.exists():
+                return
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+            if kept != lines:
+                partial = self._path.with_name(f".{self._path.name}.partial")
+                partial.write_bytes(b"".join(kept))
+                partial.replace(self._path)
+        except OSError as error:
+            raise self._not_written(error) from error
+
     def write(self, line: dict[str, Any]) -> None:
         """Appends a line.
 
@@ -218,9 +236,19 @@ class Log:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise TrainingStoppedError(
-                f"metrics: `{self._path}` cannot be written ({error.strerror}); wanted room and a file to append to",
-                hint="the newest whole checkpoint is good; --resume latest goes on from it",
-            ) from error
+            raise self._not_written(error) from error
         for sink in self._sinks:
             sink.write(line)
+
+    def _not_written(self, error: OSError) -> TrainingStoppedError:
+        return TrainingStoppedError(
+            f"metrics: `{self._path}` cannot be written ({error.strerror}); wanted room and a file to append to"
+        )
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line of the log; behind all others where it has none."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return math.inf

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ class RowSource:
         dropped: samples left out, by reason.
         examples: reason → the first sample left out for it, for people.
         num_tokens, num_supervised: of the samples that are used.
+        digest: of their ids and masks.
 
     Raises:
         DataError: faulty rows, all with their places; or no sample at all, with the reasons.
@@ -138,12 +140,14 @@ class RowSource:
         self._truncate = truncate
         self._keys = array.array("q")
         self._lengths = array.array("q")
+        self._hash = hashlib.sha256()
         faults: list[str] = []
         try:
             for batch in _batches(rows):
                 self._scan(batch, faults, broken)
         except OSError as error:
-            raise DataError(f"data: `{self.name}` cannot be read ({error.strerror})") from error
+            raise DataError(f"data: `{self.name}` cannot be read ({error.strerror or error})") from error
+        self.digest = self._hash.hexdigest()
         if faults:
             raise _faulty(self.name, faults)
         if not self._keys:
@@ -178,6 +182,9 @@ class RowSource:
         else:
             self._keys.append(row.key)
             self._lengths.append(len(supervised))
+            ids = np.array(item.ids[: self._longest], np.int64)
+            for part in (np.int64(len(ids)), ids, supervised):
+                self._hash.update(part.tobytes())
             self.num_tokens += len(supervised)
             self.num_supervised += int(supervised.sum())
 

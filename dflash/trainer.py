@@ -34,6 +34,8 @@ __all__ = ["Job", "StepReport", "Trainer", "build", "steps", "torch_device", "tr
 _SETTLE_S = 5.0
 """How long a failed run waits for the threads of its other pairs before it saves what they have."""
 
+_GOES_ON = "the newest whole checkpoint is good; --resume latest goes on from it"
+
 
 def train(trainer: Trainer, stop: Stop, on_stuck: OnStuck | None = None) -> Iterator[StepReport]:
     """Steps to the end of the run, with checkpoints; the last one and the served drafter are written at the end.
@@ -53,7 +55,11 @@ def train(trainer: Trainer, stop: Stop, on_stuck: OnStuck | None = None) -> Iter
     saved = trainer.save()
     if stop.number is not None:
         raise InterruptedRunError(stop.number, f"step {trainer.done} of {job.run.steps} is saved in `{saved}`")
-    _validate(trainer, Log(job.output, trainer.sinks) if job.ranks.leads else None)
+    _validate(trainer, Log(job.output, trainer.sinks) if job.ranks.leads else None, stop)
+    if stop.number is not None:
+        raise InterruptedRunError(
+            stop.number, f"all {trainer.done} steps are saved in `{saved}`, no drafter is written"
+        )
     if job.ranks.leads:
         checkpoint.export(job.output / "drafter", trainer.pair.drafter, job.spec)
         export.load(job.output / "drafter")
@@ -97,6 +103,8 @@ class _Loop:
         self._trainer = trainer
         self._reader = Reader(run.steps, run.batch.accumulate, job.ranks, self.alarm)
         self._log = Log(job.output, trainer.sinks) if job.ranks.leads else None
+        if self._log is not None:
+            self._log.go_on_from(trainer.done)
         self._launched: Launched | None = None
         self._began = [pair.updates for pair in trainer.pairs]
         self._from = trainer.done
@@ -157,7 +165,7 @@ class _Loop:
                 yield from self.rest()
                 with watch.paused():
                     trainer.save()
-                    _validate(trainer, self._log)
+                    _validate(trainer, self._log, stop)
         yield from self.rest()
         stop.number = feed.signal or feed.hear(stop)
 
@@ -202,7 +210,11 @@ class _Loop:
             error.hint = f"{self._kept(error.launched)}; a lower --lr or other samples may help"
             raise
         if self._log is not None:
-            self._log.write(report.to_json())
+            try:
+                self._log.write(report.to_json())
+            except TrainingStoppedError as error:
+                error.hint = self._saved(self._trainer.pair) or _GOES_ON
+                raise
         yield report
 
     def _kept(self, launched: Launched) -> str:
@@ -236,27 +248,32 @@ class _Loop:
         the gradients of all are there. With NCCL nothing is tried, as every GPU may wait for one that has left.
         """
         trainer = self._trainer
-        lost = "the newest whole checkpoint is good; --resume latest goes on from it"
-        failure.hint = "; ".join(filter(None, (failure.hint, lost)))
+        failure.hint = "; ".join(filter(None, (failure.hint, _GOES_ON)))
         if not trainer.job.ranks.leads or (trainer.job.ranks.world > 1 and trainer.pair.device.type == "cuda"):
             return
         ended = [pair for pair in self.crew.settle(_SETTLE_S) if pair not in self.crew.failed]
         steps_of = dict(zip(trainer.pairs, self._began, strict=True))
         made = {pair: self._from + pair.updates - steps_of[pair] for pair in ended}
         pair = max(ended, key=lambda pair: made[pair], default=None)
+        if pair is None or not made[pair]:
+            return
+        if made[pair] > trainer.done:
+            assert self._next is not None
+            trainer.done, trainer.place = made[pair], self._next.after
+        failure.hint = failure.hint.replace(_GOES_ON, self._saved(pair) or _GOES_ON)
+
+    def _saved(self, pair: Pair) -> str | None:
+        """Saves what a pair holds, without asking other ranks, and says where it is; None if it cannot be saved."""
+        trainer = self._trainer
         with contextlib.suppress(Exception):
-            if pair is None or not made[pair] or pair.optimizer.is_halted:
-                return
-            if made[pair] > trainer.done:
-                assert self._next is not None
-                trainer.done, trainer.place = made[pair], self._next.after
-            found = f"the last whole step, {trainer.done}, is saved in `{trainer.write(pair)}`"
-            failure.hint = failure.hint.replace(lost, found)
+            if not pair.optimizer.is_halted:
+                return f"the last whole step, {trainer.done}, is saved in `{trainer.write(pair)}`"
+        return None
 
 
-def _validate(trainer: Trainer, log: Log | None) -> None:
-    """Validates and logs what came of it."""
-    found = trainer.validate()
+def _validate(trainer: Trainer, log: Log | None, stop: Stop) -> None:
+    """Validates and logs what came of it, unless a signal comes."""
+    found = trainer.validate(stop)
     if found is not None and log is not None:
         log.write({"step": trainer.done, "validation": dataclasses.asdict(found)})
 

@@ -10,7 +10,6 @@ import contextvars
 import dataclasses
 import math
 import threading
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -18,10 +17,13 @@ import torch
 from dflash import data, devices, metrics
 from dflash.anchors import Drafting
 from dflash.buckets import Batch, Sample, Shape, assemble, bucket_for
-from dflash.errors import TrainingStoppedError
+from dflash.crew import Exhausted, failure_of
+from dflash.errors import DataError
 from dflash.metrics import Scores
 from dflash.pairs import Pair
 from dflash.ranks import Ranks
+from dflash.stop import Stop
+from kernelbake.errors import KernelbakeError
 
 _VISIT = 0
 """The epoch of every visit: each validation draws the same anchors, so that losses can be compared over time."""
@@ -80,22 +82,34 @@ def batches(source: data.Source, shapes: Mapping[int, Shape], drafting: Drafting
 
 def validate(
     pairs: Sequence[Pair],
-    source: data.Source,
-    shapes: Mapping[int, Shape],
+    made: Iterator[Batch],
     drafting: Drafting,
-    seed: int,
-    ranks: Ranks | None = None,
-) -> Validation:
+    exhausted: Exhausted,
+    stop: Stop,
+    ranks: Ranks,
+) -> Validation | None:
     """Runs all batches, on each pair in a thread of its own; no weight and no gradient changes.
 
     Ranks make all batches and run each its part of them.
 
+    Args:
+        pairs: of this process.
+        made: the batches, the same on all ranks.
+        drafting: what decided the blocks.
+        exhausted: makes the error of a pair without memory.
+        stop: a signal to any rank ends it after the batches at work, and is known to all of them then.
+        ranks: this one among the others.
+
+    Returns:
+        what it came to; None if a signal ended it.
+
     Raises:
         TrainingStoppedError: a pair failed; the others stop after their batch.
+        DataError: the data changed while it was in use.
     """
-    world, rank = (ranks.world, ranks.rank) if ranks is not None else (1, 0)
-    numbered = enumerate(batches(source, shapes, drafting, seed))
-    work = _Work((number, batch) for number, batch in numbered if number % world == rank)
+    numbered = enumerate(made)
+    mine = ((number, batch) for number, batch in numbered if number % ranks.world == ranks.rank)
+    work = _Work(mine, exhausted, stop)
     threads = [
         threading.Thread(  # in the caller's context: what NumPy does about overflows belongs to it
             target=contextvars.copy_context().run, args=(work.run, pair), name=f"validation of pair {pair.number}"
@@ -108,8 +122,11 @@ def validate(
         thread.join()
     if work.failure is not None:
         raise work.failure
-    found = [work.results] if ranks is None else ranks.gather(work.results)
-    everything = {number: result for part in found for number, result in part.items()}
+    parts = ranks.gather((stop.number, work.results))
+    stop.number = max((number for number, _ in parts if number is not None), default=None)
+    if stop.number is not None:
+        return None
+    everything = {number: result for _, part in parts for number, result in part.items()}
     results = [everything[number] for number in sorted(everything)]
     size = 2 * (drafting.block_size - 1) + 2
     counts = [math.fsum(result.tally[place] for result in results) for place in range(size)]
@@ -134,29 +151,34 @@ class _Result:
 class _Work:
     """Batches that threads take one by one, and what came of them."""
 
-    def __init__(self, numbered: Iterator[tuple[int, Batch]]) -> None:
+    def __init__(self, numbered: Iterator[tuple[int, Batch]], exhausted: Exhausted, stop: Stop) -> None:
         self._batches = numbered
+        self._exhausted = exhausted
+        self._stop = stop
         self._lock = threading.Lock()
         self.results: dict[int, _Result] = {}
-        self.failure: TrainingStoppedError | None = None
+        self.failure: KernelbakeError | None = None
 
     def run(self, pair: Pair) -> None:
-        """Takes batches until there is none, or some pair has failed."""
+        """Takes batches until there is none, a signal came, or some pair has failed."""
         try:
-            while self.failure is None:
+            while self.failure is None and self._stop.number is None:
                 with self._lock:
                     taken = next(self._batches, None)
                 if taken is None:
                     return
                 number, batch = taken
                 self.results[number] = _step(pair, batch)
+        except DataError as error:
+            self._fail(error)
         except Exception as error:  # of any kind: the thread's last words must reach the caller
-            lines = traceback.format_exception(error)
-            with self._lock:
-                self.failure = self.failure or TrainingStoppedError(
-                    f"validation: pair {pair.number} failed ({type(error).__name__}: {error})",
-                    reasons="".join(lines).splitlines(),
-                )
+            failure = failure_of(pair, error, self._exhausted)
+            failure.message = f"validation: {failure.message}"
+            self._fail(failure)
+
+    def _fail(self, failure: KernelbakeError) -> None:
+        with self._lock:
+            self.failure = self.failure or failure
 
 
 def _step(pair: Pair, batch: Batch) -> _Result:

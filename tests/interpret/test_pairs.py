@@ -238,8 +238,10 @@ def test_a_failure_in_pair_1_stops_all_within_the_step_and_keeps_the_last_whole_
     assert any("in broken" in line for line in caught.value.reasons), "the traceback"
     assert any("RuntimeError: the device fell off" in line for line in caught.value.reasons)
     assert [report.step for report in reports] == [1, 2]
-    whole = 3 if place == "after" else 2  # the update of the others was under way, and complete
-    assert f"the last whole step, {whole}, is saved in `{tmp_path}/run/step-{whole:08d}`" in str(caught.value.hint)
+    [saved] = (tmp_path / "run").glob("step-*")
+    whole = int(saved.name[-8:])  # once all gradients of pair 1 have left, others may be quick enough to make the step
+    assert whole in {"before": (2,), "within": (2, 3), "after": (3,)}[place]
+    assert f"the last whole step, {whole}, is saved in `{saved}`" in str(caught.value.hint)
     unbroken = run(job(tmp_path / "unbroken", text, dp_pairs=3, steps=5))
     rest = run(job(tmp_path / "run", text, dp_pairs=3, steps=5, resume="latest"))
     assert [report.loss for report in rest] == [report.loss for report in unbroken[whole:]]

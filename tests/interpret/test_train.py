@@ -283,6 +283,16 @@ def test_a_checkpoint_without_its_moments_is_refused(saved: Path, text: Path) ->
         resume(saved, text)
 
 
+def test_a_checkpoint_in_another_dtype_is_refused(saved: Path, text: Path) -> None:
+    tensors = load_file(saved / "optimizer.safetensors")
+    tensors["master.fc.weight"] = tensors["master.fc.weight"].bfloat16()
+    save_file(tensors, saved / "optimizer.safetensors")
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**state, "digests": None}))
+    with pytest.raises(InputError, match=r"`master\.fc\.weight` is torch\.bfloat16; wanted torch\.float32"):
+        resume(saved, text)
+
+
 @pytest.mark.parametrize("lost", ["state.json", "optimizer.safetensors"])
 def test_a_checkpoint_without_a_part_is_refused(saved: Path, text: Path, lost: str) -> None:
     (saved / lost).unlink()

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash import checkpoint
+from kernelbake.errors import InputError
 
 LOADER = {"epoch": 0, "next": 0, "waiting": {}}
 
@@ -59,3 +61,42 @@ def test_the_replaced_one_can_be_replaced_again(killed: Path) -> None:
     save(killed, 7, 7.5)
     assert [path.name for path in sorted(killed.iterdir())] == ["step-00000006", "step-00000007"]
     assert value(checkpoint.find(killed, checkpoint.LATEST)) == 7.5
+
+
+# ---------------------------------------------------------------------------------------------- damage
+
+
+def test_any_changed_bit_of_any_tensor_is_found_and_named(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(5), "b": torch.randn(2**19 + 3), "c": torch.tensor(7.0), "d": torch.zeros(0)}
+    folder = checkpoint.save(tmp_path, checkpoint.State(1, 5, LOADER, {}, {}, None), tensors)
+    path = folder / "optimizer.safetensors"
+    whole = path.read_bytes()
+    begin = len(whole) - sum(tensor.numel() * 4 for tensor in tensors.values())
+    for place in (begin, begin + 17, begin + 23, len(whole) // 2, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[place] ^= 0x10
+        path.write_bytes(changed)
+        with pytest.raises(InputError, match=r"is damaged: 1 of 4 tensors") as caught:
+            checkpoint.load(folder)
+        assert len(caught.value.reasons) == 1
+    path.write_bytes(whole[: begin + 40])
+    with pytest.raises(InputError, match="is broken"):
+        checkpoint.load(folder)
+    path.write_bytes(whole)
+    assert checkpoint.load(folder)[1]["b"].equal(tensors["b"])
+
+
+def test_pieces_of_a_tensor_that_changed_places_are_found(tmp_path: Path) -> None:
+    tensor = torch.arange(2**19, dtype=torch.float32)
+    folder = checkpoint.save(tmp_path, checkpoint.State(1, 5, LOADER, {}, {}, None), {"x": tensor})
+    save_file({"x": torch.cat(tensor.chunk(2)[::-1])}, folder / "optimizer.safetensors")
+    with pytest.raises(InputError, match="is damaged"):
+        checkpoint.load(folder)
+
+
+def test_tensors_of_another_step_are_found(tmp_path: Path) -> None:
+    one, two = save(tmp_path, 1, 1.0), save(tmp_path, 2, 2.0)
+    (one / "optimizer.safetensors").write_bytes((two / "optimizer.safetensors").read_bytes())
+    with pytest.raises(InputError, match="is damaged"):
+        checkpoint.load(one)
+    assert load_file(two / "optimizer.safetensors")["x"] == 2.0

@@ -45,6 +45,7 @@ class Samples:
 
     name = "samples"
     share = 0.5
+    digest = ""
 
     def __init__(self, *samples: tuple[int, int]) -> None:
         self._samples = samples

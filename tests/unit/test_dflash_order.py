@@ -35,6 +35,7 @@ class Lengths:
 
     name = "lengths"
     share = 1.0
+    digest = ""
 
     def __init__(self, lengths: list[int], *, known: bool = True) -> None:
         self.dropped: collections.Counter[str] = collections.Counter()
@@ -283,7 +284,7 @@ def test_a_place_that_no_loader_has_is_refused(change: dict[str, Any]) -> None:
 
 def check_same_run(spec: Spec, step_batches: int, place: dict[str, Any]) -> None:
     state = checkpoint.State(1, 0, place, spec.to_json(), {}, None, step_batches)
-    checkpoint.check_same_run(state, spec, 0, None, step_batches, other_bundle=False)
+    checkpoint.check_same_run(state, spec, 0, None, step_batches, "", other_bundle=False)
 
 
 def test_a_place_in_the_older_order_is_refused_where_the_order_is_another(planned: Spec) -> None:

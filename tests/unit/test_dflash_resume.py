@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import stubpair
 import torch
 
 from dflash import checkpoint, config, target, trainer
-from dflash.errors import InterruptedRunError
+from dflash.errors import InterruptedRunError, ResumeError, TrainingStoppedError
 from dflash.pairs import Pair
 from dflash.profiling import Profiler
 from dflash.spec import Spec
@@ -130,7 +131,91 @@ def test_a_watched_run_has_the_numbers_of_one_that_is_not(tmp_path: Path) -> Non
         assert {"target", "drafter", "backward pass", "exchange of gradients", "optimizer"} <= set(pair.parts)
 
 
+def logged(output: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 7, "los', '{"step": 7}', "\n\n", "\x00" * 40])
+def test_the_log_of_a_resumed_run_is_that_of_the_unbroken_one(torn: str, tmp_path: Path) -> None:
+    """A run that was killed has logged steps that are made again, and may have left half a line."""
+    whole = tmp_path / "whole"
+    steps(job(whole, 10, steps=8))
+    steps(job(tmp_path / "killed", 10, steps=6, optimizer__schedule="constant", checkpoint_every=4))
+    options = {"steps": 8, "resume": str(tmp_path / "killed" / "step-00000004")}
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    steps(job(tmp_path / "killed", 10, optimizer__schedule="constant", **options))
+    assert [step for step, _ in logged(tmp_path / "killed")] == [step for step, _ in logged(whole)]
+
+
+def test_other_samples_under_the_same_name_are_refused(tmp_path: Path) -> None:
+    """As many as before, and as long."""
+    steps(job(tmp_path / "run", 10, steps=1))
+    data, resume = tmp_path / "10.jsonl", str(tmp_path / "run" / "step-00000001")
+    of = job(tmp_path / "run", 10, steps=2, resume=resume)
+    data.write_text(data.read_text().replace("abc", "abd"))
+    with pytest.raises(ResumeError) as caught:
+        trainer.build(of)
+    [reason] = caught.value.reasons
+    assert reason.startswith(f"samples of `{data}`: `")
+    assert reason.endswith("`, other contents")
+    assert trainer.build(job(tmp_path / "run", 10, steps=2, resume=resume)).done == 1
+
+
+def test_a_log_that_cannot_be_written_loses_no_step(tmp_path: Path) -> None:
+    """As when somebody removes the output folder: the state is saved in a new one."""
+    training = trainer.train(trainer.build(job(tmp_path / "run", 10, steps=9)), Stop())
+    next(training)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(TrainingStoppedError, match=r"metrics\.jsonl` cannot be written") as caught:
+        list(training)
+    [saved] = (tmp_path / "run").glob("step-*")
+    assert caught.value.hint == f"the last whole step, {int(saved.name[-8:])}, is saved in `{saved}`"
+    rest = steps(job(tmp_path / "run", 10, steps=9, resume="latest"))
+    whole = steps(job(tmp_path / "whole", 10, steps=9))
+    assert [report.loss for report in rest] == [report.loss for report in whole[-len(rest) :]]
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
+def test_a_drafter_that_cannot_be_written_is_written_by_a_resumed_run(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    made = trainer.build(job(tmp_path / "run", 10, steps=2))
+    save = checkpoint.save_file
+    with monkeypatch.context() as patch:
+        if broken == "config.json":
+            patch.setattr(checkpoint, "served_config", full)
+        else:
+            patch.setattr(checkpoint, "save_file", lambda *args, **more: full() if more else save(*args))
+        with pytest.raises(TrainingStoppedError, match=r"drafter: .* No space left") as caught:
+            list(trainer.train(made, Stop()))
+    assert caught.value.exit_code == 8
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "step-00000002"]
+    assert not steps(job(tmp_path / "run", 10, steps=2, resume="latest"))
+    assert (tmp_path / "run" / "drafter" / "config.json").is_file()
+
+
 # ---------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize(("every", "said"), [(None, "all 6 steps are saved in"), (4, "step 4 of 6 is saved in")])
+def test_a_signal_during_validation_ends_the_run_with_its_state(every: int | None, said: str, tmp_path: Path) -> None:
+    stop = Stop()
+    of = job(tmp_path / "run", 10, steps=6, checkpoint_every=every, data__held_out=4)
+    made = trainer.build(of)
+    assert made.held_out is not None
+    read, made.held_out.read = made.held_out.read, lambda number: (setattr(stop, "number", 15), read(number))[1]  # type: ignore[method-assign]
+    with pytest.raises(InterruptedRunError, match=said) as caught:
+        list(trainer.train(made, stop))
+    assert caught.value.exit_code == 143
+    assert made.validation is None
+    assert not (tmp_path / "run" / "drafter").exists()
+    rest = steps(job(tmp_path / "run", 10, steps=6, resume="latest", data__held_out=4))
+    assert len(rest) == (2 if every else 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import collections
+import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dflash import validation
 from dflash.anchors import Drafting
 from dflash.buckets import Batch, Shape
-from dflash.errors import TrainingStoppedError
+from dflash.errors import DataError, TrainingStoppedError
+from dflash.memory import Meter
+from dflash.ranks import Ranks
+from dflash.stop import Stop
 from dflash.validation import Validation, batches, validate
 
 BLOCK = 4
@@ -25,6 +29,7 @@ class Samples:
 
     name = "samples"
     share = 1.0
+    digest = ""
 
     def __init__(self, *lengths: int) -> None:
         self._lengths = lengths
@@ -45,6 +50,7 @@ class FakePair:
     def __init__(self, number: int, *, fails_at: int | None = None, seconds: float = 0.0) -> None:
         self.number = number
         self.device = torch.device("cpu")
+        self.places, self.part, self.shape = "`cpu`", "target", None
         self.seen: list[int] = []
         self._fails_at = fails_at
         self._seconds = seconds
@@ -67,9 +73,18 @@ def shapes(size: int = 1, layout: str = "padded") -> dict[int, Shape]:
     return {bucket: Shape(bucket, 4, size, layout, "float32") for bucket in (16, 32)}
 
 
+def validated(
+    pairs: Sequence[FakePair], source: Samples, made: dict[int, Shape] | None = None, stop: Stop | None = None
+) -> Validation | None:
+    work = batches(source, made or shapes(), DRAFTING, 0)
+    return validate(pairs, work, DRAFTING, Meter().exhausted, stop or Stop(), Ranks())  # type: ignore[arg-type]
+
+
 def run(source: Samples, count: int, made: dict[int, Shape] | None = None) -> tuple[Validation, list[FakePair]]:
     pairs = [FakePair(number) for number in range(count)]
-    return validate(pairs, source, made or shapes(), DRAFTING, 0), pairs  # type: ignore[arg-type]
+    found = validated(pairs, source, made)
+    assert found is not None
+    return found, pairs
 
 
 @pytest.mark.parametrize(("lengths", "count"), [((9, 20, 31), 4), ((9,) * 5, 2), ((9, 30) * 4, 3), ((12,), 2)])
@@ -116,11 +131,34 @@ def test_batches_have_the_planned_shapes_and_empty_rows_no_weight() -> None:
 
 def test_a_pair_that_fails_is_named_and_stops_the_others() -> None:
     pairs = [FakePair(0, seconds=0.01), FakePair(1, fails_at=1)]
-    with pytest.raises(TrainingStoppedError, match=r"pair 1 failed \(RuntimeError: lost its device\)") as caught:
-        validate(pairs, Samples(*[9] * 400), shapes(), DRAFTING, 0)  # type: ignore[arg-type]
+    with pytest.raises(TrainingStoppedError, match=r"validation: pair 1 .* RuntimeError: lost its device") as caught:
+        validated(pairs, Samples(*[9] * 400))
     assert any("in prepare" in line for line in caught.value.reasons)
     assert len(pairs[0].seen) < 100
-    assert validation.validate([FakePair(0)], Samples(9), shapes(), DRAFTING, 0).num_samples == 1  # type: ignore[list-item]
+    assert run(Samples(9), 1)[0].num_samples == 1
+
+
+def test_samples_that_changed_are_no_fault_of_a_pair() -> None:
+    class Changed(Samples):
+        def read(self, number: int) -> Any:
+            raise DataError("data: changed")
+
+    with pytest.raises(DataError, match="^data: changed$"):
+        validated([FakePair(0), FakePair(1)], Changed(9, 9))
+
+
+def test_a_signal_ends_it_after_the_batches_at_work() -> None:
+    stop = Stop()
+
+    class Interrupted(FakePair):
+        def prepare(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+            if len(self.seen) == 2:
+                stop.number = signal.SIGTERM
+            return super().prepare(batch)
+
+    pair = Interrupted(0)
+    assert validated([pair], Samples(*[9] * 400), stop=stop) is None
+    assert len(pair.seen) == 3
 
 
 def test_pairs_compute_in_the_callers_context() -> None:
@@ -131,5 +169,6 @@ def test_pairs_compute_in_the_callers_context() -> None:
 
     pair: Any = Overflowing(0)
     with np.errstate(over="ignore"):
-        found = validate([pair], Samples(9), shapes(), DRAFTING, 0)
+        found = validated([pair], Samples(9))
+    assert found is not None
     assert found.line().startswith("validation: 1 held-out sample, loss ")
