@@ -13,13 +13,12 @@ import collections
 import contextlib
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernelbake import bundle, children, digest, gpu, journal, packing, planner
+from kernelbake import bundle, children, digest, gpu, journal, packing, planner, workspace
 from kernelbake.bounds import Limits
 from kernelbake.compiling import CompileServer, Task, tasks_of
 from kernelbake.errors import BuildError, InputError, MisfitError
@@ -110,26 +109,8 @@ def run(manifest: Manifest, output: Path, options: Options, on_event: OnEvent) -
         raise InputError("build: `--compile-only` and `--from` together; wanted one of them")
     with joined() as ranks:
         ranks.from_leader(lambda: bundle.check_output(output))
-        with _workspace(output, ranks.rank) as folder:
+        with workspace.opened(output, ranks.rank) as folder:
             return _Build(manifest, output, options, folder, on_event, ranks).run()
-
-
-@contextlib.contextmanager
-def _workspace(output: Path, rank: int) -> Iterator[Path]:
-    """The folder of a build, locked; it stays when the build fails and is removed when it succeeds."""
-    folder = output.with_name(f"{output.name}.work" + (f".{rank}" if rank else ""))
-    try:
-        folder.mkdir(exist_ok=True)
-        with journal.lock(folder / "lock", f"build {output}"):
-            (folder / "code").mkdir(exist_ok=True)
-            yield folder
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(
-            f"build: `{error.filename or folder}` cannot be used ({reason}); wanted a folder for the journal",
-            hint="an older bundle of that name is untouched; the build goes on from its journal, if that is there",
-        ) from error
 
 
 class _Build:

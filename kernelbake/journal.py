@@ -1,7 +1,9 @@
 """The journal of a build: one fsynced line for everything that must survive a kill, and the lock beside it.
 
-A line is ``<first 16 hex digits of its sha256> <canonical JSON>``. Only the last line may be torn, by a kill in the
-middle of its write; it is cut off. Anything else that does not check is damage, and the journal starts afresh.
+A line is ``<checksum> <canonical JSON>``. The checksum is the first 16 hex digits of the sha256 of the line before's
+and the JSON together, so that a line that is lost, repeated or out of place shows as well. Only the last line may be
+torn, by a kill in the middle of its write; it is cut off. Anything else that does not check is damage, and the journal
+starts afresh.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 from kernelbake import digest
 from kernelbake.errors import LockedError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Journal:
@@ -34,7 +36,7 @@ class Journal:
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._header = {"kind": "header", "format": FORMAT, **header}
-        lines, end, damage = _read(path)
+        lines, end, self._last, damage = _read(path)
         self.restarted = damage or _difference(lines[0] if lines else None, self._header)
         fresh = self.restarted is not None or not lines
         self.records: list[dict[str, Any]] = [] if fresh else lines[1:]
@@ -42,6 +44,7 @@ class Journal:
         os.ftruncate(self._file, 0 if fresh else end)
         os.lseek(self._file, 0, os.SEEK_END)
         if fresh:
+            self._last = b""
             self.append(self._header)
             sync_folder(path.parent)
 
@@ -53,9 +56,11 @@ class Journal:
             OSError: the disk is full, say.
         """
         body = digest.canonical_json(record)
-        data = memoryview(_checksum(body) + b" " + body + b"\n")
+        checksum = _checksum(self._last, body)
+        data = memoryview(checksum + b" " + body + b"\n")
         while data:
             data = data[os.write(self._file, data) :]
+        self._last = checksum
         if durable:
             os.fsync(self._file)
 
@@ -63,29 +68,29 @@ class Journal:
         os.close(self._file)
 
 
-def _checksum(body: bytes) -> bytes:
-    return digest.of_bytes(body).removeprefix(digest.PREFIX)[:16].encode()
+def _checksum(last: bytes, body: bytes) -> bytes:
+    """Of a line, given the checksum of the line before."""
+    return digest.of_bytes(last + body).removeprefix(digest.PREFIX)[:16].encode()
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], int, str | None]:
-    """The records, the offset behind the last whole one, and what is damaged, if anything."""
+def _read(path: Path) -> tuple[list[dict[str, Any]], int, bytes, str | None]:
+    """The records, the offset behind the last whole one, its checksum, and what is damaged, if anything."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return [], 0, None
+        return [], 0, b"", None
     records: list[dict[str, Any]] = []
-    end = 0
-    for number, line in enumerate(data.splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break  # torn by a kill
-        checksum, _, body = line[:-1].partition(b" ")
-        if checksum != _checksum(body):
-            if end + len(line) == len(data):
-                break
-            return [], 0, f"line {number} of the journal is damaged"
+    end, last = 0, b""
+    *lines, torn = data.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        checksum, _, body = line.partition(b" ")
+        if checksum != _checksum(last, body):
+            if number == len(lines) and not torn:
+                break  # its blocks did not all reach the disk
+            return [], 0, b"", f"line {number} of the journal is damaged"
         records.append(json.loads(body))
-        end += len(line)
-    return records, end, None
+        end, last = end + len(line) + 1, checksum
+    return records, end, last, None
 
 
 def _difference(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> str | None:

@@ -302,6 +302,48 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("plant", "what"),
+    [
+        (lambda work: work.symlink_to(work.parent / "elsewhere"), "a link"),
+        (lambda work: work.symlink_to("nowhere"), "a link"),
+        (lambda work: work.write_text("precious"), "no folder"),
+        (os.mkfifo, "no folder"),
+        (lambda work: work.mkdir(0o777), r"made by user \d+"),
+    ],
+)
+def test_what_another_left_where_the_journal_belongs_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path], object], what: str
+) -> None:
+    """In a folder that all may write to, code could be planted under the name that a build's folder will have."""
+    (tmp_path / "elsewhere").mkdir()
+    output = tmp_path / "bundle.tar"
+    plant(tmp_path / "bundle.tar.work")
+    with monkeypatch.context() as patched:
+        if what.startswith("made by"):
+            lstat = Path.lstat
+
+            def foreign(path: Path) -> os.stat_result:
+                found = lstat(path)
+                return os.stat_result((*found[:4], found.st_uid + 1, *found[5:]))
+
+            patched.setattr(Path, "lstat", foreign)
+        with pytest.raises(InputError, match=f"bundle.tar.work` is {what}; wanted"):
+            _build(output)
+    assert not output.exists()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_nobody_else_can_put_something_beside_the_journal(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with pytest.raises(_StopError):
+            build.run(scripted.manifest(), tmp_path / "bundle.tar", _options(), _stop_after(1))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "bundle.tar.work").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_bundle_that_lacks_something_is_not_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kernelbake import packing
 

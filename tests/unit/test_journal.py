@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,44 @@ def test_a_damaged_line_in_the_middle_starts_afresh(tmp_path: Path) -> None:
     whole = _written(path, {"n": 1}, {"n": 2})
     path.write_bytes(whole.replace(b'{"n":1}', b'{"n":7}'))
     assert _records(path) == ([], "line 2 of the journal is damaged")
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = _written(path, {"n": 1}, {"n": 2}, {"n": 3})
+    last = len(whole[:-1].rpartition(b"\n")[0])  # without its end the line before is part of the last one
+    for place in range(len(whole)):
+        for byte in {whole[place] ^ 1, whole[place] ^ 0x20, ord("\n"), ord("\r"), 0} - {whole[place]}:
+            path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+            records, restarted = _records(path)
+            if place < last:
+                assert (records, bool(restarted)) == ([], True), (place, byte)
+            else:
+                assert [record["n"] for record in records] in ([1, 2], [1], []), (place, byte)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: [*lines[:2], *lines[3:]],
+        lambda lines: lines[1:],
+        lambda lines: [*lines[:2], lines[1], *lines[2:]],
+        lambda lines: [lines[0], lines[2], lines[1], *lines[3:]],
+        lambda lines: [*lines[:2], b"\n", *lines[2:]],
+        lambda lines: [*lines, lines[1], lines[2]],
+    ],
+    ids=["lost", "headless", "repeated", "exchanged", "empty", "old ones behind"],
+)
+def test_lines_that_are_whole_and_out_of_place_start_afresh(
+    tmp_path: Path, change: Callable[[list[bytes]], list[bytes]]
+) -> None:
+    path = tmp_path / "journal"
+    whole = _written(path, {"n": 1}, {"n": 2}, {"n": 3}, {"n": 4})
+    path.write_bytes(b"".join(change(whole.splitlines(keepends=True))))
+    records, restarted = _records(path)
+    assert records == []
+    assert restarted is not None
+    assert restarted.endswith("of the journal is damaged")
 
 
 def test_infinity_is_refused(tmp_path: Path) -> None:
