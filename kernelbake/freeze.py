@@ -215,7 +215,7 @@ def _freeze(held: Bundle, devices: Sequence[int] | None, patches: guards.Patches
             hint="measure it on the GPU: `kernelbake build --from BUNDLE`",
         )
     interpreted = held.made == "interpreted"
-    guards.check_settings(interpreted=interpreted)
+    guards.check_settings(interpreted=interpreted, built=_built_with(held))
     from kernelbake import triton_api
 
     triton_api.check_interfaces()
@@ -236,6 +236,13 @@ def _freeze(held: Bundle, devices: Sequence[int] | None, patches: guards.Patches
     frozen = Frozen(held, dispatcher, patches)
     frozen.notes = tuple(host.overruled(os.environ))
     return frozen
+
+
+def _built_with(held: Bundle) -> dict[str, str]:
+    """The variables of the compiler with which a bundle was built."""
+    found = held.fingerprint.get("build.environment")
+    fusion = "1" if held.fingerprint.get("build.fp_fusion", True) else "0"
+    return {**(found if isinstance(found, dict) else {}), "TRITON_DEFAULT_FP_FUSION": fusion}
 
 
 def _prepared_driver(held: Bundle) -> Any:

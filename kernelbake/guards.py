@@ -88,21 +88,49 @@ SETTINGS = (
 )
 """What is refused when a bundle is frozen."""
 
+_CODE = "asks the compiler for other code"
+
+CODE_SETTINGS = (
+    Setting("TRITON_DEFAULT_FP_FUSION", _CODE, switch=False),
+    Setting("TRITON_F32_DEFAULT", _CODE, switch=False),
+    Setting("TRITON_LIBDEVICE_PATH", _CODE, switch=False),
+    Setting("TRITON_MOCK_PTX_VERSION", _CODE, switch=False),
+    Setting("TRITON_PLUGIN_PATHS", _CODE, switch=False),
+    Setting("TRITON_ENABLE_EXPERIMENTAL_CONSAN", _CODE),
+    Setting("TRITON_PREFER_TMEM_16x256_LAYOUT", _CODE),
+    Setting("ALLOW_LHS_TMEM_LAYOUT_CONVERSION", _CODE),
+    Setting("DISABLE_LLVM_OPT", _CODE, switch=False),
+    Setting("DISABLE_MMA_V3", _CODE),
+    Setting("DISABLE_MMA_V5", _CODE),
+    Setting("LLVM_PASS_PLUGIN_PATH", _CODE, switch=False),
+)
+"""What is refused unless the bundle was built with it: a run with other code is not the run that was asked for."""
+
 _ON = frozenset({"1", "true", "yes", "on", "y"})
+_OFF = frozenset({"0", "false", "no", "off", "n"})
 
 
-def refused_settings(environment: Mapping[str, str], *, interpreted: bool) -> list[str]:
+def refused_settings(
+    environment: Mapping[str, str], *, interpreted: bool, built: Mapping[str, str] | None = None
+) -> list[str]:
     """One line for every variable that stands in the way.
 
     Args:
         environment: the process's.
-        interpreted: whether the bundle is one of decisions for Triton's interpreter.
+        interpreted: whether the bundle is one of decisions for Triton's interpreter, which has no code.
+        built: values of variables with which the bundle was built.
     """
     lines = []
     for setting in SETTINGS:
         value = environment.get(setting.name, "").strip()
         if value.lower() in _ON or (value and not setting.switch):
             lines.append(f"`{setting.name}={value}` {setting.why}; wanted it unset")
+    for setting in () if interpreted else CODE_SETTINGS:
+        value, then = environment.get(setting.name, "").strip(), (built or {}).get(setting.name, "")
+        asks = value.lower() in _ON or (value and not setting.switch)
+        if asks and _plain(value) != _plain(then):
+            wanted = f"`{then}`, as in the build, or it unset" if then else "it unset, as in the build"
+            lines.append(f"`{setting.name}={value}` {setting.why}; wanted {wanted}")
     on = environment.get("TRITON_INTERPRET", "").strip().lower() in _ON
     if on != interpreted:
         wanted = "`TRITON_INTERPRET=1`, since the bundle was made by the interpreter" if interpreted else "it unset"
@@ -110,15 +138,24 @@ def refused_settings(environment: Mapping[str, str], *, interpreted: bool) -> li
     return lines
 
 
-def check_settings(*, interpreted: bool) -> None:
+def _plain(value: str) -> str:
+    """A value, with every spelling of *on* and *off* as one."""
+    lowered = value.strip().lower()
+    return "1" if lowered in _ON else "0" if lowered in _OFF else value.strip()
+
+
+def check_settings(*, interpreted: bool, built: Mapping[str, str] | None = None) -> None:
     """Refuses a process whose environment or Triton settings would change code or launches.
+
+    Args:
+        interpreted, built: as of ``refused_settings``.
 
     Raises:
         MisfitError: with one line for each.
     """
     from kernelbake import triton_api
 
-    reasons = refused_settings(os.environ, interpreted=interpreted)
+    reasons = refused_settings(os.environ, interpreted=interpreted, built=built)
     for knob, variable in triton_api.changed_knobs().items():
         if not any(f"`{variable}=" in reason for reason in reasons if variable):
             reasons.append(f"`{knob}` is set in the program and asks for other code; wanted it unset")

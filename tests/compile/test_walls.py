@@ -348,6 +348,24 @@ def test_settings_that_change_code_are_refused_all_at_once(
     ]  # fmt: skip
 
 
+def test_a_setting_of_the_compiler_has_to_be_the_builds(
+    gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = lab.bake([TUNED])
+    values = {field.name: field.value for field in bundle.fingerprint.fields}
+    bundle.fingerprint = Fingerprint.of(
+        {**values, "build.fp_fusion": True, "build.environment": {"DISABLE_MMA_V5": "1"}}
+    )
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setenv("DISABLE_MMA_V5", "1")
+    with lab.frozen(bundle, monkeypatch):
+        pass
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    assert _misfit(bundle, monkeypatch).reasons == (
+        "`TRITON_DEFAULT_FP_FUSION=0` asks the compiler for other code; wanted `1`, as in the build, or it unset",
+    )
+
+
 @pytest.mark.parametrize("value", [None, "", " ", "relative/cache", "stale"])
 def test_no_cache_folder_is_looked_at_or_made(
     value: str | None, gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

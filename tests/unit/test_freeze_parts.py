@@ -156,6 +156,8 @@ def test_a_closure_is_not_proved() -> None:
         ({"TRITON_ALWAYS_COMPILE": "0", "TRITON_DEBUG": "", "TRITON_KERNEL_OVERRIDE": "off"}, 0),
         ({"TRITON_CACHE_DIR": "/tmp", "TRITON_PRINT_AUTOTUNING": "1", "TRITON_DISABLE_LINE_INFO": "1"}, 0),
         ({setting.name: "1" for setting in guards.SETTINGS}, len(guards.SETTINGS)),
+        ({setting.name: "1" for setting in guards.CODE_SETTINGS}, len(guards.CODE_SETTINGS)),
+        ({"DISABLE_MMA_V5": "0", "TRITON_F32_DEFAULT": " "}, 0),
         ({"TRITON_INTERPRET": "1"}, 1),
     ],
 )
@@ -163,6 +165,18 @@ def test_settings_are_refused_by_what_they_mean(environment: dict[str, str], lin
     found = guards.refused_settings(environment, interpreted=False)
     assert len(found) == lines
     assert all("wanted" in line for line in found)
+
+
+def test_a_compilers_setting_may_be_that_of_the_build_and_no_other() -> None:
+    built = {"TRITON_DEFAULT_FP_FUSION": "1", "TRITON_F32_DEFAULT": "ieee", "DISABLE_MMA_V5": "1"}
+    same = {"TRITON_DEFAULT_FP_FUSION": "true", "TRITON_F32_DEFAULT": "ieee", "DISABLE_MMA_V5": "on"}
+    assert guards.refused_settings(same, interpreted=False, built=built) == []
+    other = {"TRITON_DEFAULT_FP_FUSION": "0", "TRITON_F32_DEFAULT": "tf32"}
+    assert guards.refused_settings(other, interpreted=False, built=built) == [
+        "`TRITON_DEFAULT_FP_FUSION=0` asks the compiler for other code; wanted `1`, as in the build, or it unset",
+        "`TRITON_F32_DEFAULT=tf32` asks the compiler for other code; wanted `ieee`, as in the build, or it unset",
+    ]
+    assert guards.refused_settings({**other, "TRITON_INTERPRET": "1"}, interpreted=True, built=built) == []
 
 
 def test_the_interpreter_has_to_be_the_bundles() -> None:
