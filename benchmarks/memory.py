@@ -86,7 +86,10 @@ def measure(bundle: Path, recorder: common.Recorder) -> None:
     spec = specification(workload_of(bundle).section)
     found = preflight(bundle, spec.to_json())
     say(f"preflight: {len(found.footprints)} cases, {found.seconds:.1f} s")
-    recorder.raw["footprints"] = [footprint.to_json() for footprint in found.footprints]
+    recorder.raw["footprints"] = {
+        footprint.case.id: {part.name: [part.begun_bytes, part.peak_bytes] for part in footprint.parts}
+        for footprint in found.footprints
+    }
     with freeze(bundle, [0]) as frozen:
         say(f"frozen: {frozen.counters.loads} kernels")
         bench = Bench(spec, found.footprints)

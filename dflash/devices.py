@@ -59,5 +59,6 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def gib(count: int) -> str:
-    """A number of bytes for people: exact, and in GiB."""
-    return f"{count:,} bytes ({count / 2**30:.1f} GiB)"
+    """A number of bytes for people: exact, and in GiB, or in MiB below one."""
+    size = f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    return f"{count:,} bytes ({size})"

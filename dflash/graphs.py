@@ -6,8 +6,9 @@ lock and keep other pairs' threads from launching.
 Who owns what:
 
 - All graphs of a target share two buffers, one of inputs and one of features, and one pool of memory for what lies
-  between. They are captured largest first, so that the pool is about as large as the largest of them needs. Nothing in
-  the pool outlives a replay: a pass begins by reading the inputs and ends by writing the features.
+  between. They are captured largest first, so that the pool is about as large as the largest of them needs. It begins
+  as one block of that size: grown block by block it would be half as large again, by gaps that fit nothing. Nothing in
+  the pool outlives a replay: a pass reads the inputs and writes the features as they come.
 - ``features`` returns a copy. It belongs to the caller, who may keep it while later batches are replayed; the copy
   costs less than a thousandth of a pass.
 - Replays of one target take turns: on the host by a lock, and on the device by an event that a replay on another stream
@@ -20,15 +21,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from dflash import capturable, devices, synthetic
+from dflash import capturable, devices, pools, synthetic
 from dflash.buckets import Batch, Shape
 from dflash.errors import TrainingStoppedError
 from dflash.pairs import Pair
@@ -37,7 +39,12 @@ from dflash.target import Target
 from kernelbake.errors import InputError, KernelbakeError
 
 WORK_SPACE_BYTES = 32 * 2**20
-"""What cuBLAS holds for the stream of the captures on a Hopper or Blackwell GPU, as torch gives it."""
+"""What cuBLAS holds for the stream of the captures on a Hopper or Blackwell GPU, as torch gives it. The warm-up takes
+it, so it lies outside the pool."""
+
+SPARE = 16
+"""The pool's first block is as large as what the largest pass holds at most and, for gaps between blocks of unlike
+sizes, this fraction of it more."""
 
 _capturing = threading.Lock()
 """torch lets one capture at a time run in a process."""
@@ -88,29 +95,40 @@ class CudaRecorder:
             self._done = torch.cuda.Event()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Runs work once as a warm-up, then captures it.
+        """Runs work as a warm-up, then captures it.
 
-        What the work raises is told, not what ending the capture raises after it.
+        Of the first work, the largest, a second warm-up shows how much memory it holds at most: the first may have made
+        what stays. What the work raises is told, not what ending the capture raises after it.
         """
         failed: list[Exception] = []
         with _capturing, devices.current(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 work()  # loads kernels and, in a stock run, tunes them; neither may happen in a capture
+                first = 0 if self.pool_bytes else first_block_bytes(self._peak(work))
                 graph = torch.cuda.CUDAGraph()
                 try:
-                    self._capture(graph, work, failed)
+                    self._capture(graph, work, first, failed)
                 except Exception as error:
-                    first = (failed or [error])[0]
-                    if isinstance(first, KernelbakeError | torch.OutOfMemoryError):
-                        raise first from None
-                    raise NotCapturableError from first
+                    cause = (failed or [error])[0]
+                    if isinstance(cause, KernelbakeError | torch.OutOfMemoryError):
+                        raise cause from None
+                    raise NotCapturableError from cause
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], failed: list[Exception]) -> None:
-        """Captures, and counts what the pool grew by.
+    def _peak(self, work: Callable[[], None]) -> int:
+        """Bytes that tensors of the work take at most at a time."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        found = torch.cuda.memory_stats(self._device)
+        return int(found["requested_bytes.all.peak"] - found["requested_bytes.all.current"])
+
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], first: int, failed: list[Exception]
+    ) -> None:
+        """Captures, and counts what the pool grew by; a block of ``first`` bytes is put there before.
 
         ``thread_local``: calls that no capture allows are errors in this thread alone. Other threads (a data loader's,
         NCCL's watchdog) may make them, and have nothing to do with what is captured here.
@@ -119,6 +137,7 @@ class CudaRecorder:
         with torch.cuda.graph(graph, **options):
             before = torch.cuda.memory_reserved(self._device)  # all cached memory was given back a moment ago
             try:
+                torch.empty(first, dtype=torch.uint8, device=self._device)  # given back at once, and the pool keeps it
                 work()
             except Exception as error:
                 failed.append(error)
@@ -296,17 +315,30 @@ def pool_bytes(pairs: Sequence[Pair], device: torch.device) -> int:
     return sum(target.pool_bytes for target in graphed if target.device == device)
 
 
-def predicted_bytes(shapes: Sequence[Shape], width: int, dtype: torch.dtype, forward_bytes: int) -> int:
-    """Memory that graphs will hold: buffers, a pool as large as the largest pass needs, work space of the captures.
+def first_block_bytes(peak_bytes: int) -> int:
+    """Size of the block with which a pool begins.
 
     Args:
-        shapes: of the run.
+        peak_bytes: the most that the largest pass holds at a time.
+    """
+    return peak_bytes + peak_bytes // SPARE
+
+
+def predicted_bytes(passes: Mapping[tuple[int, int], Sequence[int]], width: int, dtype: torch.dtype) -> int:
+    """Memory that graphs will hold: buffers, the pool that the captures fill, and work space of the captures.
+
+    Args:
+        passes: of each shape, rows and bucket, what a pass allocates and frees, as ``PartPeak.changes``.
         width: columns of the features.
         dtype: of the features.
-        forward_bytes: the most that one eager pass of the largest shape allocates at a time, its result included.
     """
-    tokens = max(shape.batch * shape.bucket for shape in shapes)
-    return int(tokens * (2 * torch.int64.itemsize + width * dtype.itemsize)) + forward_bytes + WORK_SPACE_BYTES
+    falling = sorted(passes, key=math.prod, reverse=True)
+    pool = pools.Pool()
+    pool.free(pool.allocate(first_block_bytes(pools.peak_bytes(passes[falling[0]]))))
+    for shape in falling:
+        pool.run(passes[shape])
+    buffers: int = math.prod(falling[0]) * (2 * torch.int64.itemsize + width * dtype.itemsize)
+    return buffers + pool.reserved_bytes + WORK_SPACE_BYTES
 
 
 def _obstacles_of(target: Target) -> list[str]:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dflash import capturable, devices, drafter, graphs, target
+from dflash import capturable, devices, drafter, graphs, pools, recipe, target
 from dflash.buckets import Shape
 from dflash.errors import TrainingStoppedError
+from dflash.pairs import TARGET
 from dflash.spec import Spec
 from kernelbake.errors import InputError
 from kernelbake.keys import Case
@@ -99,13 +100,13 @@ def step_needs(
     """
     if not footprints:
         return []
-    passes = [_Peak(item.case, "target", _target_peak(item, spec)) for item in footprints]
+    passes = [_Peak(item.case, TARGET, _target_part(item, spec).peak_bytes) for item in footprints]
     rest = [_Peak(item.case, part.name, part.peak_bytes) for item in footprints for part in _behind_target(item)]
     handed = max((item.begun_bytes for footprint in footprints for item in _behind_target(footprint)[:1]), default=0)
     gpus = {device for device in (target_device, drafter_device) if device.type == "cuda"}
     found = [Need(device, "work space of libraries", LIBRARY_BYTES, True) for device in gpus]
     if graphed:
-        found.append(Need(target_device, "CUDA graphs of the target's pass", _graph_bytes(passes, spec), True))
+        found.append(Need(target_device, "CUDA graphs of the target's pass", _graph_bytes(footprints, spec), True))
     if target_device == drafter_device:
         found.append(_largest(target_device, rest if graphed else [*passes, *rest]))
         return found
@@ -124,19 +125,25 @@ def _behind_target(footprint: Footprint) -> list[PartPeak]:
     return list(footprint.parts[names.index("drafter") :])
 
 
-def _target_peak(footprint: Footprint, spec: Spec) -> int:
-    """Of the target's pass. The shadow run's target has two layers; the features of all chosen layers are added."""
+def _target_part(footprint: Footprint, spec: Spec) -> PartPeak:
+    """The target's pass, with one hidden state more than the two layers of the shadow run's target show.
+
+    transformers keeps the embeddings to the end. From the second layer on, a layer's input lies beside them; of the
+    first layer, the Gated DeltaNet whose kind holds most, they are the input.
+    """
     shape = Shape.of(footprint.case)
-    features: int = shape.batch * shape.bucket * spec.target.hidden_size * devices.DTYPES[shape.dtype].itemsize
-    passed: int = next(part.peak_bytes for part in footprint.parts if part.name == "target")
-    return passed + features * len(spec.drafter.target_layer_ids)
+    hidden = shape.batch * shape.bucket * spec.target.hidden_size * devices.DTYPES[shape.dtype].itemsize
+    part = next(part for part in footprint.parts if part.name == TARGET)
+    return PartPeak(TARGET, part.begun_bytes, part.peak_bytes + hidden, pools.beside(hidden, part.changes))
 
 
-def _graph_bytes(passes: Sequence[_Peak], spec: Spec) -> int:
-    shapes = [Shape.of(peak.case) for peak in passes]
-    width = spec.target.hidden_size * (len(spec.drafter.target_layer_ids) + 1)
-    forward = max(peak.num_bytes for peak in passes)
-    return graphs.predicted_bytes(shapes, width, devices.DTYPES[spec.axes.dtype], forward)
+def _graph_bytes(footprints: Sequence[Footprint], spec: Spec) -> int:
+    passes = {}
+    for footprint in footprints:
+        shape = Shape.of(footprint.case)
+        passes[shape.batch, shape.bucket] = _target_part(footprint, spec).changes
+    outputs = len(spec.drafter.target_layer_ids) + (recipe.KL in spec.loss.terms)
+    return graphs.predicted_bytes(passes, outputs * spec.target.hidden_size, devices.DTYPES[spec.axes.dtype])
 
 
 def _largest(device: torch.device, peaks: Sequence[_Peak]) -> Need:
@@ -275,7 +282,7 @@ class Meter:
             reasons.append(f"{device}: {devices.gib(free)} free now")
         return TrainingStoppedError(
             f"pair {number}: no memory left on `{device}` in the {part}, at {shape}",
-            hint=f"{_LOWER_TARGET if part == 'target' else _LOWER}; {_APART}",
+            hint=f"{_LOWER_TARGET if part == TARGET else _LOWER}; {_APART}",
             reasons=[*(reasons if expected else ()), *str(error).splitlines()[:3]],
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kernelbake.keys import Case
@@ -91,4 +91,22 @@ def _parts(events: Sequence[_Event]) -> tuple[PartPeak, ...]:
         begun, peak = found.get(event.part, (held, held))
         held += event.change
         found[event.part] = begun, max(peak, held)
-    return tuple(PartPeak(name, begun, peak) for name, (begun, peak) in found.items())
+    return tuple(
+        PartPeak(name, begun, peak, tuple(_passing(event for event in events if event.part == name)))
+        for name, (begun, peak) in found.items()
+    )
+
+
+def _passing(events: Iterable[_Event]) -> list[int]:
+    """The allocations of a part that it frees itself, and their ends, as ``PartPeak.changes``."""
+    own = [event for event in events if event.change]
+    ended = {event.number for event in own if event.change < 0}
+    made: dict[int, int] = {}
+    changes = []
+    for event in own:
+        if event.change > 0 and event.number in ended:
+            made[event.number] = len(made) + 1
+            changes.append(event.change)
+        elif event.change < 0 and event.number in made:
+            changes.append(-made[event.number])
+    return changes

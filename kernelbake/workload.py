@@ -74,11 +74,14 @@ class PartPeak:
         name: the part, by the session's word for it.
         begun_bytes: held when it began for the first time.
         peak_bytes: the most held while the step was in it.
+        changes: what it allocates and frees again, in order: a positive number allocates so many bytes, −k frees what
+            the k-th allocation, counted from 1, has made.
     """
 
     name: str
     begun_bytes: int
     peak_bytes: int
+    changes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,8 @@ class Footprint:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Footprint:
-        return cls(Case.from_json(data["case"]), tuple(PartPeak(*part) for part in data["parts"]))
+        parts = (PartPeak(name, begun, peak, tuple(changes)) for name, begun, peak, changes in data["parts"])
+        return cls(Case.from_json(data["case"]), tuple(parts))
 
 
 class Session(Protocol):

@@ -200,7 +200,8 @@ def checks() -> Any:
         *("modules_and_states_are_copied", "routing_of_experts_is_planned"),
         *("stand_ins_have_the_tensors_alignment", "equal_layouts_are_remembered_and_right"),
         *("storages_are_counted_while_they_live", "what_a_step_leaves_behind_is_not_its_own"),
-        *("a_graph_holds_what_a_backward_pass_needs", "a_norm_keeps_its_input_and_a_number_a_row"),
+        *("a_part_tells_what_it_allocates_and_frees_again", "a_graph_holds_what_a_backward_pass_needs"),
+        "a_norm_keeps_its_input_and_a_number_a_row",
         "what_an_operation_is_made_of_is_not_counted",
     ],
 )

@@ -387,6 +387,24 @@ def storages_are_counted_while_they_live() -> None:
 
 
 @check
+def a_part_tells_what_it_allocates_and_frees_again() -> None:
+    def step(now: Callable[[str], None]) -> None:
+        x = torch.empty(1000, device="cuda")
+        y, z = torch.empty(128, device="cuda"), torch.empty(0, device="cuda")
+        del x, z
+        w = torch.empty(300, device="cuda")
+        now("second")
+        v = w + 1
+        del w, v, y
+
+    LEDGER.begin(lambda: here[0])
+    here = ["first"]
+    step(lambda name: here.__setitem__(0, name))
+    changes = {part.name: part.changes for part in LEDGER.end(Case(())).parts}
+    assert changes == {"first": (4096, -1), "second": (1536, -1)}, changes
+
+
+@check
 def what_a_step_leaves_behind_is_not_its_own() -> None:
     kept = []
 

@@ -16,10 +16,11 @@ import rerun
 import tinytarget
 import torch
 
-from dflash import capturable, graphs, synthetic
+from dflash import capturable, graphs, pools, synthetic
 from dflash.buckets import Batch, Shape
 from dflash.errors import TrainingStoppedError
 from dflash.graphs import GraphedTarget, NotCapturableError
+from dflash.pools import MIB
 from dflash.spec import Spec
 from dflash.target import Target
 from kernelbake.errors import FrozenMissError, InputError
@@ -103,9 +104,26 @@ def test_the_largest_shape_is_captured_first_and_decides_the_buffers() -> None:
     assert model.shapes in ([(2, 32), (1, 32), (2, 16), (1, 16)], [(2, 32), (2, 16), (1, 32), (1, 16)])
     assert model.buffer_bytes == 64 * (2 * 8 + model.width * 8)
     assert model.pool_bytes == 4000
-    shapes = [Shape(bucket, 4, 2, "padded", "float64") for bucket in BUCKETS]
-    predicted = graphs.predicted_bytes(shapes, model.width, torch.float64, 4000)
-    assert predicted == model.buffer_bytes + 4000 + graphs.WORK_SPACE_BYTES
+    predicted = graphs.predicted_bytes(dict.fromkeys(model.shapes, (16 * MIB,)), model.width, torch.float64)
+    assert predicted == model.buffer_bytes + 18 * MIB + graphs.WORK_SPACE_BYTES, "17 MiB in whole 2 MiB"
+
+
+def test_the_pool_begins_as_one_block_for_the_largest_pass_and_grows_by_what_finds_no_room() -> None:
+    large = (*[20 * MIB] * 4, -1, -2, -3, -4, 80 * MIB, -5, 60 * MIB)
+    small, odd = (10 * MIB, 30 * MIB, -1), (86 * MIB, 40 * MIB)
+    buffers = 64 * (2 * 8 + 8 * 2) + graphs.WORK_SPACE_BYTES
+
+    def pool(passes: dict[int, tuple[int, ...]]) -> int:
+        shapes = {(1, bucket): changes for bucket, changes in passes.items()}
+        return graphs.predicted_bytes(shapes, 8, torch.bfloat16) - buffers
+
+    grown = pools.Pool()
+    grown.run(large)
+    assert grown.reserved_bytes == 160 * MIB, "none of four gaps fits what comes after"
+    first = 86 * MIB  # 80 and a sixteenth of it, in whole 2 MiB
+    assert pool({64: large}) == first
+    assert pool({64: large, 16: small}) == pool({16: small, 64: large}) == first
+    assert pool({64: large, 16: odd}) == first + 40 * MIB
 
 
 @pytest.mark.parametrize("name", ["a shape", "packed"])

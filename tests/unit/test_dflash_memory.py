@@ -8,7 +8,7 @@ import dflashspec
 import pytest
 import torch
 
-from dflash import devices, memory
+from dflash import devices, graphs, memory
 from dflash.buckets import Shape
 from dflash.errors import ExitCode
 from dflash.memory import Meter, Need
@@ -20,8 +20,10 @@ GIB = 2**30
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 SPEC = Spec.parse(dflashspec.TINY)
 CASES = SPEC.axes.cases().planned
-FEATURES = 2 * 64 * 64 * 4
-"""Of both chosen layers at the longest bucket: 64 tokens of 64 numbers in fp32."""
+HIDDEN = 64 * 64 * 4
+"""A hidden state of the longest bucket: 64 tokens of 64 numbers in fp32."""
+PASS = (3 * GIB, -1, GIB)
+"""What a pass allocates and frees."""
 
 
 def footprints(*, target: int = 3 * GIB, backward: int = 8 * GIB) -> list[Footprint]:
@@ -32,7 +34,7 @@ def footprints(*, target: int = 3 * GIB, backward: int = 8 * GIB) -> list[Footpr
             case,
             (
                 PartPeak("pause between steps", 0, 10),
-                PartPeak("target", 10, target - last + number),
+                PartPeak("target", 10, target - last + number, PASS),
                 PartPeak("drafter", GIB, 6 * GIB),
                 PartPeak("head and loss", 5 * GIB, 7 * GIB),
                 PartPeak("backward pass", 6 * GIB, backward - last + number),
@@ -57,24 +59,28 @@ def test_on_one_device_the_largest_part_counts_and_is_named() -> None:
     assert f"a step, at most in the backward pass at {CASES[-1].id}" in [need.what for need in needs]
 
 
-def test_the_targets_pass_counts_with_the_features_of_all_its_layers() -> None:
-    """The shadow run's target has two layers, and keeps the outputs of two at most."""
+def test_the_targets_pass_counts_with_the_input_of_a_layer_that_is_not_the_first() -> None:
     needs = memory.step_needs(footprints(target=9 * GIB), SPEC, FIRST, FIRST, graphed=False)
-    assert by_device(needs) == {FIRST: 9 * GIB + FEATURES + memory.LIBRARY_BYTES}
+    assert by_device(needs) == {FIRST: 9 * GIB + HIDDEN + memory.LIBRARY_BYTES}
     assert any("in the target at" in need.what for need in needs)
 
 
 def test_on_two_devices_each_holds_its_own_and_the_drafters_the_next_batch_too() -> None:
     needs = memory.step_needs(footprints(), SPEC, FIRST, SECOND, graphed=False)
     assert by_device(needs) == {
-        FIRST: 3 * GIB + FEATURES + memory.LIBRARY_BYTES,
+        FIRST: 3 * GIB + HIDDEN + memory.LIBRARY_BYTES,
         SECOND: (8 + 1) * GIB + memory.LIBRARY_BYTES,
     }
 
 
 def test_graphs_hold_the_targets_pass_between_steps() -> None:
     (one,) = by_device(memory.step_needs(footprints(), SPEC, FIRST, FIRST, graphed=True)).values()
-    assert one > (8 + 3) * GIB + FEATURES + memory.LIBRARY_BYTES
+    largest = max(Shape.of(case).batch * Shape.of(case).bucket for case in CASES)
+    buffers = largest * (2 * 8 + 2 * 64 * 4)
+    first_block = 3 * GIB * 17 // 16 + 2 * 2**20  # with a hidden state, in whole 2 MiB
+    small_block = 2 * 2**20
+    held = buffers + first_block + small_block + graphs.WORK_SPACE_BYTES
+    assert one == 8 * GIB + memory.LIBRARY_BYTES + held
     two = by_device(memory.step_needs(footprints(), SPEC, FIRST, SECOND, graphed=True))
     assert two[SECOND] == (8 + 1) * GIB + memory.LIBRARY_BYTES
     assert two[FIRST] == one - 8 * GIB + GIB
@@ -162,3 +168,16 @@ def test_the_measured_peak_is_what_lies_above_weights_gradients_and_optimizer(mo
         "memory: `cuda:1`: peak beside weights and optimizer: 7,516,192,768 bytes (7.0 GiB) measured, "
         "8,589,934,592 bytes (8.0 GiB) predicted"
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes (0.0 MiB)"),
+        (3_233_792, "3,233,792 bytes (3.1 MiB)"),
+        (GIB - 1, "1,073,741,823 bytes (1024.0 MiB)"),
+        (GIB, "1,073,741,824 bytes (1.0 GiB)"),
+    ],
+)
+def test_sizes_are_told_in_a_unit_that_shows_them(count: int, text: str) -> None:
+    assert devices.gib(count) == text
