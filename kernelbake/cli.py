@@ -259,6 +259,7 @@ def merge(bundles: tuple[Path, ...], output: Path, as_json: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs one command and exits with its code."""
+    render.open_closed_streams()
     with _signals():
         code = _run(arguments)
     sys.exit(code)

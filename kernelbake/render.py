@@ -34,6 +34,20 @@ _PLAIN_INTERVAL_S = 5.0
 # ---------------------------------------------------------------------------------------------- streams
 
 
+def open_closed_streams() -> None:
+    """Gives a process that was started without standard streams (``>&-``) ones that lead nowhere.
+
+    Without them nothing can be said, and the next file that is opened takes the place of one.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w" if descriptor else "r", encoding="utf-8", closefd=False))
+
+
 def _write(stream: TextIO, text: str) -> None:
     """Writes; a reader that went away (``| head``) ends the output, not the command and not its exit code.
 

@@ -287,6 +287,16 @@ def test_signals_close_what_is_open_and_end_with_their_code(number: int, code: i
     assert (process.returncode, out, err) == (code, "closed\n", f"{word}\n")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("name", "code"), [("bundle.tar", 0), ("none.tar", 2)])
+def test_a_process_without_standard_streams_does_its_work(held: Path, closed: str, name: str, code: int) -> None:
+    script = f'exec "{sys.executable}" -m kernelbake show "{held.with_name(name)}" {closed}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == code
+    assert "Traceback" not in found.stderr
+
+
 # ---------------------------------------------------------------------------------------------- what commands pass on
 
 
