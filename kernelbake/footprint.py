@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kernelbake.keys import Case
@@ -87,26 +87,24 @@ def _parts(events: Sequence[_Event]) -> tuple[PartPeak, ...]:
     """What each part found and the most that was held during it, above what was there before the step."""
     held = 0
     found: dict[str, tuple[int, int]] = {}
+    own: dict[str, list[_Event]] = {}
     for event in events:
         begun, peak = found.get(event.part, (held, held))
         held += event.change
         found[event.part] = begun, max(peak, held)
-    return tuple(
-        PartPeak(name, begun, peak, tuple(_passing(event for event in events if event.part == name)))
-        for name, (begun, peak) in found.items()
-    )
+        own.setdefault(event.part, []).append(event)
+    return tuple(PartPeak(name, begun, peak, _passing(own[name])) for name, (begun, peak) in found.items())
 
 
-def _passing(events: Iterable[_Event]) -> list[int]:
+def _passing(events: Sequence[_Event]) -> tuple[int, ...]:
     """The allocations of a part that it frees itself, and their ends, as ``PartPeak.changes``."""
-    own = [event for event in events if event.change]
-    ended = {event.number for event in own if event.change < 0}
+    ended = {event.number for event in events if event.change < 0}
     made: dict[int, int] = {}
     changes = []
-    for event in own:
+    for event in events:
         if event.change > 0 and event.number in ended:
             made[event.number] = len(made) + 1
             changes.append(event.change)
         elif event.change < 0 and event.number in made:
             changes.append(-made[event.number])
-    return changes
+    return tuple(changes)
