@@ -10,7 +10,9 @@ import base64
 import binascii
 import dataclasses
 import hashlib
+import os
 import re
+import stat
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,8 +113,8 @@ def check(held: Bundle | Path | str, trusted: Sequence[Path | str]) -> PublicKey
     target = signature_path(held.path)
     where = f"signature {target}"
     try:
-        with target.open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
+        with open(os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO must not wait
+            text = file.read(_MAX_BYTES + 1) or b""
     except FileNotFoundError:
         hint = f"sign it with `kernelbake sign {held.path} --key KEY`"
         raise SignatureError(f"{where}: missing; wanted one by {_listed(keys)}", hint=hint) from None
@@ -177,7 +179,19 @@ def _private_key(path: Path, passphrase: Callable[[], bytes] | None) -> Any:
         raise InputError(f"key {path}: {found}; wanted an Ed25519 key in OpenSSH's form") from None
     if not isinstance(key, library.Private):
         raise InputError(f"key {path}: another kind of key; wanted an Ed25519 key")
+    _refuse_readable(path)
     return key
+
+
+def _refuse_readable(path: Path) -> None:
+    """OpenSSH's own rule: a private key of ours that others may read is no secret."""
+    found = path.stat()
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o077:
+        mode = f"{stat.S_IMODE(found.st_mode):04o}"
+        raise InputError(
+            f"key {path}: others may use it (mode {mode}); wanted a key that its owner alone may read",
+            hint=f"chmod 600 {path}",
+        )
 
 
 def _is_encrypted(text: str) -> bool:
@@ -202,10 +216,9 @@ def public_keys(path: Path) -> list[PublicKey]:
     if "PRIVATE KEY" in text:
         raise InputError(f"public key {path}: a private key; wanted the file that ends in `.pub`")
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
+        kind, body, comment = (*line.split(maxsplit=2), "", "", "")[:3]
+        if not kind or kind.startswith("#"):
             continue
-        kind, _, rest = line.strip().partition(" ")
-        body, _, comment = rest.partition(" ")
         if kind != _KEY_TYPE.decode():
             raise InputError(f"public key {path} line {number}: `{kind:.30}`; wanted `ssh-ed25519`")
         try:
@@ -220,9 +233,12 @@ def public_keys(path: Path) -> list[PublicKey]:
 def _key_text(path: Path, what: str) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(_MAX_BYTES).decode("utf-8", "replace")
+            data = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise InputError(f"{what} {path}: it cannot be read ({error.strerror}); wanted a key file") from error
+    if len(data) > _MAX_BYTES:
+        raise InputError(f"{what} {path}: more than {_MAX_BYTES} bytes; wanted a key file")
+    return data.decode("utf-8", "replace")
 
 
 # ---------------------------------------------------------------------------------------------- the form

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import os
 import re
 import shutil
 import subprocess
@@ -174,6 +175,37 @@ def test_a_folder_instead_of_a_signature(path, key):
     assert "cannot be read" in _refusal(path, key.with_suffix(".pub")).message
 
 
+def test_a_fifo_instead_of_a_signature_does_not_wait(path, key):
+    os.mkfifo(signing.signature_path(path))
+    assert "wanted an SSH signature" in _refusal(path, key.with_suffix(".pub")).message
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
+def test_a_private_key_that_others_may_use(path, key, mode):
+    key.chmod(mode)
+    with pytest.raises(InputError, match=rf"others may use it \(mode {mode:04o}\)") as refusal:
+        signing.sign(path, key)
+    assert refusal.value.hint == f"chmod 600 {key}"
+    assert not signing.signature_path(path).exists()
+    key.chmod(0o400)
+    signing.sign(path, key)
+
+
+def test_a_file_of_several_trusted_keys_with_remarks(path, key, tmp_path):
+    signing.sign(path, key)
+    other = make_key(tmp_path / "other", 2)
+    lines = [
+        "# who may sign",
+        "",
+        f"  {other.with_suffix('.pub').read_text().strip()} of the office  ",
+        "   # the builder",
+    ]
+    trusted = tmp_path / "trusted"
+    trusted.write_bytes("\r\n".join([*lines, key.with_suffix(".pub").read_text()]).encode())
+    assert signing.check(path, [trusted]).comment == "builder@host"
+    assert signing.check(path, [other.with_suffix(".pub"), trusted]).comment == "builder@host"
+
+
 def test_a_damaged_bundle_is_not_signed(path, key):
     path.write_bytes(path.read_bytes()[:-512])
     with pytest.raises(BundleError, match="bundle format"):
@@ -253,6 +285,7 @@ def test_a_missing_key(path, tmp_path):
         ("ssh-ed25519 !!!! me\n", "a damaged key"),
         ("ssh-ed25519 AAAA me\n", "a damaged key"),
         ("ssh-ed25519\n", "a damaged key"),
+        ("# remark\n" * 10_000, "more than 65536 bytes"),
     ],
 )
 def test_a_public_key_that_cannot_be_used(path, tmp_path, content, message):
