@@ -19,6 +19,7 @@ def _key(path: Path, seed: int) -> Path:
     private = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32)
     form = serialization.PrivateFormat.OpenSSH
     path.write_bytes(private.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    path.chmod(0o600)
     public = private.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     path.with_suffix(".pub").write_bytes(public + b"\n")
     return path
