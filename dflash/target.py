@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from dflash import devices, hub
+from dflash import devices, hub, memos
 from dflash.buckets import Batch
 from dflash.spec import RANDOM, TargetSpec
 from kernelbake.errors import InputError
@@ -293,9 +293,10 @@ def check_fits(spec: TargetSpec, device: torch.device, dtype: torch.dtype) -> No
 
 
 def modeling(architecture: str) -> Any:
-    """transformers' modeling module, with the convolution that knows documents in place."""
+    """transformers' modeling module, with the convolution that knows documents in place, for any number of threads."""
     with devices.importing_fla():
         module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    memos.keep_apart()
     _stop_convolution_at_documents(module)
     return module
 
