@@ -172,6 +172,9 @@ class Workload(Protocol):
         ...
 
 
+_METHODS = ("parse", "resolve", "cases", "open", "implementations", "oracles", "prepare")
+
+
 def names() -> list[str]:
     """The names of all installed plug-ins, sorted."""
     return sorted(point.name for point in _points())
@@ -181,15 +184,19 @@ def load(name: str) -> Workload:
     """The plug-in of that name.
 
     Raises:
-        InputError: no such plug-in is installed, or its module does not import.
+        InputError: no such plug-in is installed, its module does not import, or what it gives is none.
     """
     for point in _points():
         if point.name == name:
             try:
                 workload: Workload = point.load()
-            except ImportError as error:
+            except (Exception, SystemExit) as error:  # another's module may do anything
+                said = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
                 where = _where_from(point)
-                raise InputError(f"workload `{name}`: its plug-in does not import: {error}{where}") from error
+                raise InputError(f"workload `{name}`: its plug-in does not import: {said}{where}") from error
+            lacking = [f"`{method}`" for method in _METHODS if not callable(getattr(workload, method, None))]
+            if lacking:
+                raise InputError(f"workload `{name}`: its plug-in has no {', '.join(lacking)}; wanted a workload")
             return workload
     known = ", ".join(f"`{known}`" for known in names()) or "none"
     raise InputError(f"workload: `{name}` is not installed; installed plug-ins: {known}")
@@ -197,7 +204,7 @@ def load(name: str) -> Workload:
 
 def _where_from(point: importlib.metadata.EntryPoint) -> str:
     """Says where the plug-in's package comes from: one of the same name may stand before it on the path."""
-    root = point.value.partition(".")[0]
+    root = point.module.partition(".")[0]
     found = importlib.util.find_spec(root)
     if found is None or point.dist is None:
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -69,8 +70,6 @@ def test_a_workload_that_is_not_installed_is_named_with_those_that_are() -> None
 
 
 def test_a_workload_whose_module_does_not_import_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.metadata
-
     broken = importlib.metadata.EntryPoint("broken", "kernelbake.no_such_module:WORKLOAD", workload.GROUP)
     monkeypatch.setattr(workload, "_points", lambda: iter([broken]))
     with pytest.raises(errors.InputError, match="workload `broken`: its plug-in does not import: .*no_such_module"):
@@ -80,3 +79,28 @@ def test_a_workload_whose_module_does_not_import_is_an_input_error(monkeypatch: 
 def test_every_class_says_what_it_means() -> None:
     silent = [found.__name__ for found in _classes(KernelbakeError) if not found.__doc__]
     assert not silent
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise SystemExit(0)", "its plug-in does not import: SystemExit: 0"),
+        ("1 / 0", "its plug-in does not import: ZeroDivisionError: division by zero"),
+        ("OTHER = None", "its plug-in does not import: AttributeError"),
+        ("WORKLOAD = len", "its plug-in has no `parse`, `resolve`, `cases`, `open`, `implementations`"),
+        (
+            "class WORKLOAD:\n    parse = resolve = cases = open = implementations = oracles = print",
+            "has no `prepare`;",
+        ),
+    ],
+)
+def test_a_plug_in_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str
+) -> None:
+    name = f"hostile_{len(body)}"
+    (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    point = importlib.metadata.EntryPoint("hostile", f"{name}:WORKLOAD", workload.GROUP)
+    monkeypatch.setattr(workload, "_points", lambda: iter([point]))
+    with pytest.raises(errors.InputError, match=said):
+        workload.load("hostile")
