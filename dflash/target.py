@@ -50,6 +50,7 @@ class Target:
     def __init__(self, model: Any, layer_ids: tuple[int, ...], source: str, *, frozen: bool = True) -> None:
         self._model = model
         self._layer_ids = layer_ids
+        self._ended = False
         self.source = source
         self.frozen = frozen
         model.requires_grad_(not frozen)
@@ -100,6 +101,7 @@ class Target:
             out_BSF: where to write them; new memory without it. Each layer's output is copied there as it comes, and
                 none is kept until the last.
         """
+        self._check_whole()
         if out_BSF is None:
             shape = (*batch.input_ids_BS.shape, self.width)
             out_BSF = torch.empty(shape, dtype=self.head_VE.dtype, device=self.device)
@@ -116,6 +118,23 @@ class Target:
             if self.appends_last:
                 out_BSPE[:, :, -1].copy_(result.last_hidden_state)
         return out_BSF
+
+    def end_after_features(self) -> int:
+        """Drops the layers behind the last chosen one, which training reads only for ``appends_last``; how many.
+
+        Raises:
+            InputError: the last hidden state is asked for, now or by a later ``features``.
+        """
+        decoder, needed = self._model.model, max(self._layer_ids) + 1
+        dropped = len(decoder.layers) - needed
+        decoder.layers = decoder.layers[:needed]
+        self._ended = dropped > 0
+        self._check_whole()
+        return dropped
+
+    def _check_whole(self) -> None:
+        if self.appends_last and self._ended:
+            raise InputError("target: its last hidden state is asked for; wanted a target with all of its layers")
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[Callable[[], torch.Tensor]]:
@@ -244,8 +263,11 @@ def load_target(
     dtype: torch.dtype,
     *,
     seed: int,
+    whole: bool = True,
 ) -> Target:
     """The target that the spec names, on the device; random weights where its model is ``random``.
+
+    With ``whole`` off it ends behind the last of the layers: their outputs are the same, sooner and in less memory.
 
     With the package ``accelerate`` weights go straight to the device; without it they pass through the CPU's memory.
 
@@ -254,7 +276,15 @@ def load_target(
     """
     check_fits(spec, device, dtype)
     if spec.model == RANDOM:
-        return random_target(spec, layer_ids, device, dtype, seed=seed)
+        made = random_target(spec, layer_ids, device, dtype, seed=seed)
+    else:
+        made = _stored_target(spec, layer_ids, device, dtype)
+    if not whole:
+        made.end_after_features()
+    return made
+
+
+def _stored_target(spec: TargetSpec, layer_ids: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Target:
     from transformers.utils import is_accelerate_available
 
     cls = getattr(modeling(spec.architecture), _CLASSES[spec.architecture][1])

@@ -52,6 +52,22 @@ def batch(lengths: list[int], bucket: int, layout: str) -> Batch:
     return assemble(rows, Shape(bucket, 4, len(rows), layout, "float32"), DRAFTING, 0)
 
 
+def test_layers_behind_the_last_chosen_one_are_not_needed() -> None:
+    """Nor may anybody ask for what they would have given."""
+    section = {**dflashspec.TINY["target"], "num_layers": 4}
+    longer = dataclasses.replace(Spec.parse({**dflashspec.TINY, "target": section}).target, model="random")
+    asked = batch([40, 17], 48, "padded")
+    whole = target.load_target(longer, (0, 1), CPU, torch.float32, seed=3)
+    ended = target.load_target(longer, (0, 1), CPU, torch.float32, seed=3, whole=False)
+    assert len(whole.model.model.layers) == 4
+    assert len(ended.model.model.layers) == 2
+    assert ended.num_parameters < whole.num_parameters
+    assert torch.equal(ended.features(asked), whole.features(asked))
+    ended.appends_last = True
+    with pytest.raises(InputError, match="all of its layers"):
+        ended.features(asked)
+
+
 @pytest.mark.parametrize("lengths", [[65, 30], [9, 4, 7, 40]])
 def test_packed_features_are_those_of_each_document_alone(tiny: Target, lengths: list[int]) -> None:
     """Neither the recurrence, nor the convolution, nor attention, nor positions cross a boundary."""
