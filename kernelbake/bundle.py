@@ -231,6 +231,7 @@ def check_output(path: Path | str) -> None:
     Raises:
         InputError: it cannot.
     """
+    _source_date_epoch()
     with atomic.replacing(Path(path), "bundle", keep=False):
         pass
 

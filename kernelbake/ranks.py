@@ -128,18 +128,23 @@ def joined() -> Iterator[Ranks]:
     Raises:
         BuildError: they cannot be connected.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1 or "RANK" not in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         yield Ranks()
         return
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    told = {name: os.environ.get(name, "") for name in names}
+    wrong = [f"{name}: `{value}`; wanted a number" for name, value in told.items() if not value.isdecimal()]
+    if wrong:
+        hint = "start the ranks with torchrun, or unset RANK for a builder that is alone"
+        raise BuildError("torchrun: its variables do not say which rank this is", reasons=wrong, hint=hint)
     import torch.distributed
 
     try:
         torch.distributed.init_process_group("gloo", timeout=_WAIT)
     except (RuntimeError, ValueError) as error:
-        raise BuildError(f"torchrun: the ranks cannot be connected ({error}); wanted all {world}") from error
+        wanted = told["WORLD_SIZE"]
+        raise BuildError(f"torchrun: the ranks cannot be connected ({error}); wanted all {wanted}") from error
     try:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        yield Ranks(*(int(os.environ[name]) for name in names))
+        yield Ranks(*map(int, told.values()))
     finally:
         torch.distributed.destroy_process_group()

@@ -302,6 +302,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_bad_time_of_writing_is_refused_before_anything_takes_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    events: list[Event] = []
+    with pytest.raises(InputError, match="SOURCE_DATE_EPOCH: `yesterday`"):
+        _build(tmp_path / "bundle.tar", events=events)
+    assert events == []
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "x", "LOCAL_WORLD_SIZE": ""}, {"WORLD_SIZE": "2", "RANK": "-1"}])
+def test_variables_of_torchrun_that_say_nothing_are_all_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BuildError) as caught:
+        _build(tmp_path / "bundle.tar")
+    wrong = [name for name, value in variables.items() if not value.isdecimal()]
+    assert sorted(reason.partition(":")[0] for reason in caught.value.reasons) == sorted(wrong)
+
+
 @pytest.mark.parametrize(
     ("plant", "what"),
     [
