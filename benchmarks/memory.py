@@ -6,8 +6,9 @@ the matrix product whose rate is the measure. Each figure is printed as it comes
 
 MFU counts the model's multiplications and additions once, none of what a backward pass computes again:
 
-- target, a token: 2 for each weight of its linear layers; 4·H·D for each key that an attention layer's query sees;
-  6·K·V for each head of a Gated-DeltaNet layer (what the state holds of the key, the update, the query).
+- target, a token, over the layers up to the last whose output is read: 2 for each weight of its linear layers; 4·H·D
+  for each key that an attention layer's query sees; 6·K·V for each head of a Gated-DeltaNet layer (what the state holds
+  of the key, the update, the query).
 - drafter: 6 for each weight and each row it is applied to, 4 for the projection of the features, whose input takes no
   gradient; 12·H·D for each pair of a block row and a key that it sees (2 products forward, 4 backward).
 - head: 4·E·V a row: its weight takes no gradient.
@@ -129,7 +130,8 @@ class Bench:
         self.spec, self.footprints = spec, footprints
         self.device = torch.device("cuda", 0)
         dtype = devices.DTYPES[spec.axes.dtype]
-        model = target.random_target(spec.target, spec.drafter.target_layer_ids, self.device, dtype, seed=0)
+        layer_ids = spec.drafter.target_layer_ids
+        model = target.load_target(spec.target, layer_ids, self.device, dtype, seed=0, whole=False)  # as a run does
         network = drafter.build(spec.drafter, spec.target.hidden_size, self.device, dtype)
         self.pair = Pair(0, model, network, Optimizer(network, OptimizerConfig()))
         self.targets: dict[str, Any] = {"eager": model}
@@ -322,19 +324,20 @@ def model_flops(spec: Spec, target: Any, batch: Batch) -> dict[str, int]:
     weights: int = sum(linear.weight.numel() for linear in linears)
     labelled = len(anchors) * (spec.drafter.block_size - 1)
     return {
-        "target": rows * (2 * weights * length + attention_flops(spec, length)),
+        "target": rows * (2 * weights * length + attention_flops(spec, length, len(target.model.model.layers))),
         "drafter": _drafter_flops(spec, rows * length, len(anchors)) + block_flops(spec, anchors),
         "head and loss": 4 * spec.target.hidden_size * spec.target.vocab_size * labelled,
     }
 
 
-def attention_flops(spec: Spec, length: int) -> int:
-    """Of the target's attention and recurrence over one row."""
+def attention_flops(spec: Spec, length: int, num_layers: int) -> int:
+    """Of the attention and recurrence of so many of the target's layers over one row."""
     shape = spec.target
-    attention = sum(kind == "full_attention" for kind in shape.layer_types)
+    kinds = shape.layer_types[:num_layers]
+    attention = sum(kind == "full_attention" for kind in kinds)
     seen = length * (length + 1) // 2
     state = shape.linear_num_value_heads * shape.linear_key_head_dim * shape.linear_value_head_dim
-    recurrent = (len(shape.layer_types) - attention) * 6 * state * length
+    recurrent = (len(kinds) - attention) * 6 * state * length
     return attention * 4 * shape.num_heads * shape.head_dim * seen + recurrent
 
 

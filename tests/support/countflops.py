@@ -44,7 +44,7 @@ def main() -> None:
     counted = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
     anchors = batch.anchors_BN[0, : int(batch.num_valid_B[0])].tolist()
     blind = {  # Triton's kernels and torch's attention on the CPU, of which the counter knows nothing
-        "target": benchmark.attention_flops(spec, batch.input_ids_BS.shape[1]),
+        "target": benchmark.attention_flops(spec, batch.input_ids_BS.shape[1], spec.target.num_layers),
         "drafter": benchmark.block_flops(spec, anchors),
     }
     json.dump({"counted": counted, "formula": formula, "blind": blind}, sys.stdout)
