@@ -38,13 +38,25 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on all ranks."""
+        """The values of all ranks, on all ranks.
+
+        Raises:
+            BuildError: another rank has ended without a word.
+        """
         if self.world == 1:
             return [value]
         import torch.distributed
 
         found: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(found, value)
+        try:
+            torch.distributed.all_gather_object(found, value)
+        except RuntimeError as error:
+            lines = str(error).strip().splitlines()
+            raise BuildError(
+                f"torchrun: rank {self.rank} has lost another rank; wanted all {self.world}",
+                reasons=lines[:1],
+                hint="that rank says why; build again: each goes on from its journal",
+            ) from error
         return found
 
     def together(self, action: Callable[[], T]) -> T:

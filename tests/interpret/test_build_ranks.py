@@ -60,6 +60,41 @@ def test_ranks_with_other_fingerprints_refuse(tmp_path: Path) -> None:
     assert not (tmp_path / "bundle.tar").exists()
 
 
+_GONE = """
+import os, signal, sys
+from kernelbake.errors import BuildError
+from kernelbake.ranks import joined
+with joined() as ranks:
+    assert ranks.gather(ranks.rank) == [0, 1]
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ranks.together(lambda: None)
+    except BuildError as error:
+        print(error.message)
+        os._exit(error.exit_code)
+"""
+
+
+def test_a_rank_that_is_gone_ends_the_others_by_name() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _GONE],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [6, -9]
+    assert said == ["torchrun: rank 0 has lost another rank; wanted all 2\n", ""]
+
+
 def test_work_is_divided_evenly_and_all_of_it() -> None:
     weights = [25, 25, 1, 9, 4, 3, 3, 12]
     parts = [Ranks(rank, 3).mine(weights) for rank in range(3)]
