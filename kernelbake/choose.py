@@ -199,7 +199,7 @@ class Race:
 
     def next_round(self) -> list[str]:
         """Who is to be sampled now, by preference; nobody when the race is over."""
-        if self._round == 0:
+        if self._round == 0 or not self.times:
             running = list(self.times)
         elif self._round < self._policy.rounds:
             running = self._hopeful()
@@ -225,12 +225,20 @@ class Race:
 
     def _hopeful(self) -> list[str]:
         ratios = self.ratios()
-        return [name for name, ratio in ratios.items() if ratio <= self._policy.hopeless_ratio]
+        overlooked = self._overlooked(ratios)
+        return [name for name, ratio in ratios.items() if ratio <= self._policy.hopeless_ratio or name in overlooked]
+
+    def _overlooked(self, ratios: Mapping[str, float]) -> set[str]:
+        """Those that the brief look alone took for hopeless, against a fastest that has since shown itself slower."""
+        found = self._levels[_least(ratios)]
+        limit = self._policy.hopeless_ratio * found[max(found)]
+        levels = {name: self._levels[name] for name in ratios}
+        return {name for name, own in levels.items() if max(own) < self._first and own[max(own)] <= limit}
 
     def _deciding(self) -> list[str]:
         """Those of whom it is not certain that they change nothing, with winner and fastest; by preference."""
         ratios = self.ratios()
-        doubtful = self._doubtful(ratios)
+        doubtful = self._doubtful(ratios) | self._overlooked(ratios)
         if not doubtful:
             return []
         wanted = {_least(ratios), cut(ratios, self.band(ratios)).winner, *doubtful}

@@ -96,6 +96,23 @@ def test_fast_on_the_first_call_only_does_not_win() -> None:
     assert _run(Race(POLICY, ["a", "b"]), timer)[0].winner == "b"
 
 
+@pytest.mark.parametrize("rounds", [2, 3, 5])
+@pytest.mark.parametrize(("later", "winner"), [(2.0, "b"), (1.2, "b"), (0.7, "a"), (0.5, "a")])
+def test_fast_in_the_whole_brief_look_only_does_not_win(rounds: int, later: float, winner: str) -> None:
+    """Nobody else is hopeful then, and still the others get another look once it turns out to be slower."""
+    calls: dict[str, int] = {}
+
+    def timer(name: str) -> list[float]:
+        calls[name] = calls.get(name, 0) + 1
+        return [(0.5 if calls[name] == 1 else later) if name == "a" else {"b": 1.0, "c": 1.1, "d": 9.0}[name]] * 5
+
+    policy = POLICY.model_copy(update={"rounds": rounds})
+    verdict, taken = _run(Race(policy, ["a", "b", "c", "d"]), timer)
+    assert verdict.winner == winner
+    assert taken["d"] == 1
+    assert taken["b"] == 1 or later > 0.5
+
+
 def test_a_dropped_candidate_does_not_come_back() -> None:
     race = Race(POLICY, ["a", "b"])
     race.next_round()
@@ -103,6 +120,19 @@ def test_a_dropped_candidate_does_not_come_back() -> None:
     race.add("b", [1.0])
     assert race.next_round() == []
     assert race.verdict().winner == "b"
+
+
+@pytest.mark.parametrize("after", range(1, 6))
+def test_a_race_of_which_everyone_was_dropped_is_over(after: int) -> None:
+    race = Race(POLICY, ["a", "b"])
+    noise = random.Random(2)
+    for _ in range(after):
+        for name in race.next_round():
+            race.add(name, [noise.gauss(1.0, 0.05) for _ in range(5)])
+    for name in race.next_round():
+        race.drop(name)
+    assert race.times == {}
+    assert race.next_round() == []
 
 
 def test_uncertainty_of_a_normal_sample() -> None:
