@@ -148,7 +148,7 @@ class _Tuning:
         accepted = self._judge(checked)
         while accepted:
             race = self._race(accepted)
-            if race.times and self._confirm(race.verdict().winner, checked):
+            if race.times and self._confirm(race.verdict().winner, accepted, checked):
                 return self._decide(race, accepted, checked)
             accepted = {token: found for token, found in accepted.items() if self._tokens[token] not in self._fates}
         raise self._nobody()
@@ -298,19 +298,28 @@ class _Tuning:
                     race.add(token, samples)
         return race
 
-    def _confirm(self, token: str, checked: Mapping[str, Checked]) -> bool:
-        """Runs the winner again after all the timing: it must still give what it gave at first."""
+    def _confirm(self, token: str, accepted: Mapping[str, Difference], checked: dict[str, Checked]) -> bool:
+        """Runs the winner again after all the timing: it must still give what it gave at first.
+
+        One that repeated itself at first and does not now is treated as ``_judge`` treats those that never did.
+        """
         self._report.sampling(self._place, self._tokens[token])
         again = self._attempt(token, self._site.check)
         if again is None:
             return False
         difference = self._site.difference(again.output, self._agreement.first(token))
-        if not difference.agrees or not again.repeated.agrees or again.same_bits != checked[token].same_bits:
-            worse = difference if not difference.agrees else again.repeated
-            detail = worse.detail or f"runs on equal inputs differ by {again.repeated.error:.2e} of the norm"
-            self._reject(token, Rejected(Reason.UNREPEATABLE, f"{detail}, after it was timed", _finite(worse.error)))
-            return False
-        return True
+        others = [name for name in accepted if name != token and self._tokens[name] not in self._fates]
+        wavers = checked[token].same_bits and not again.same_bits
+        if difference.agrees and again.repeated.agrees:
+            if not wavers:
+                return True
+            if not any(checked[name].same_bits for name in others):
+                checked[token] = dataclasses.replace(checked[token], same_bits=False)
+                return True
+        worse = difference if not difference.agrees else again.repeated
+        detail = worse.detail or f"runs on equal inputs differ by {again.repeated.error:.2e} of the norm"
+        self._reject(token, Rejected(Reason.UNREPEATABLE, f"{detail}, after it was timed", _finite(worse.error)))
+        return False
 
     # ------------------------------------------------------------------------------------------ the end
 

@@ -5,7 +5,7 @@ candidate does is its meta-parameter ``DO``; several are joined by ``+``:
 
 ``time=1.5``, ``hang``, ``abort``, ``segfault``, ``raise``, ``memory``, ``resources``, ``wrong``, ``random``, ``noise``,
 ``stray``, ``gaps``, ``first``, ``later``, ``interrupt``, ``inf``, ``nan``, ``zero``, ``negative``, ``list``, ``exit``,
-``flaky``.
+``flaky``, ``noise-first`` (at the first check), ``noise-later`` (at all others).
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ class ScriptedSite:
             output[2] = float("nan")
         if "random" in script:
             return Checked(output, Difference(0.5, "`out` is off by 5.00e-01"), False)
-        return Checked(output, Difference(1e-4 if "noise" in script else 0.0), "noise" not in script)
+        first = self._calls[candidate] == 1
+        noisy = "noise" in script or ("noise-first" in script and first) or ("noise-later" in script and not first)
+        return Checked(output, Difference(1e-4 if noisy else 0.0), not noisy)
 
     def difference(self, one: Any, other: Any) -> Difference:
         gap = max(

@@ -83,6 +83,7 @@ class Measured:
         ("stray", Reason.WRONG, "it writes outside of its arguments", 1),
         ("random", Reason.UNREPEATABLE, "`out` is off by 5.00e-01", 1),
         ("noise", Reason.UNREPEATABLE, "two runs on equal inputs differ by 1.00e-04", 1),
+        ("noise-later", Reason.UNREPEATABLE, "runs on equal inputs differ by 1.00e-04 of the norm, after it was", 1),
         ("flaky", Reason.UNREPEATABLE, "`out` is off by 5.00e-01, after it was timed", 1),
         ("inf", Reason.WRONG, "it took `inf` ms; wanted a finite time above 0", 1),
         ("nan", Reason.WRONG, "it took `nan` ms; wanted a finite time above 0", 1),
@@ -180,6 +181,25 @@ def test_an_unrepeatable_kernel_is_listed_when_nothing_else_is_there(tmp_path: P
     measured = Measured(tmp_path, [scripted.launch("k", ["noise+time=2.0", "noise+time=1.0"])]).run()
     assert measured.winner() == 1
     assert measured.state.decided[0]["candidates"]["1"]["repeatable"] is False
+
+
+@pytest.mark.parametrize(
+    ("scripts", "winner", "repeatable"),
+    [
+        (["noise-first+time=1.0"], 0, False),
+        (["noise-later+time=1.0"], 0, False),
+        (["noise-first+time=2.0", "noise-first+time=1.0"], 1, False),
+        (["noise-later+time=2.0", "noise-later+time=1.0"], 0, False),
+        (["noise+time=2.0", "noise-later+time=1.0"], 1, False),
+        (["noise-later+time=1.0", "time=2.0"], 1, True),
+    ],
+)
+def test_who_repeats_itself_by_chance_only_does_not_end_the_build(
+    tmp_path: Path, scripts: list[str], winner: int, repeatable: bool
+) -> None:
+    measured = Measured(tmp_path, [scripted.launch("k", scripts)]).run()
+    assert measured.winner() == winner
+    assert measured.state.decided[0]["candidates"][str(winner)]["repeatable"] is repeatable
 
 
 def test_an_untuned_kernel_is_checked_too(tmp_path: Path) -> None:
