@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -132,6 +133,7 @@ def _stages(results: Results, layers: int | None) -> None:
     figures |= {f"num_{name}": held["counts"][name] for name in ("keys", "candidates", "entries")}
     figures |= {"rejected": sum(held["rejected"].values()), "bundle_bytes": held["size_bytes"]}
     run = OUTPUT / "run"
+    shutil.rmtree(run, ignore_errors=True)  # of an acceptance before
     options = ("--target", "random", "--steps", str(STEPS), "--output", str(run))
     figures["train_s"], _ = _stage(results, "train", "dflash", "train", "--frozen-cache", str(bundle), *options)
     summary = json.loads((run / "summary.json").read_text())

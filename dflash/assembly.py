@@ -13,6 +13,7 @@ from dflash.job import Job, Trainer
 from dflash.objective import Objective
 from dflash.optimizer import Optimizer
 from dflash.pairs import Pair
+from kernelbake.errors import InputError
 
 
 def torch_device(number: int, *, interpreted: bool) -> torch.device:
@@ -37,6 +38,10 @@ def build(job: Job) -> Trainer:
     if resumed is not None:
         now = (spec, run.seed, job.bundle, job.step_batches, source.digest)
         checkpoint.check_same_run(resumed[0], *now, other_bundle=run.other_bundle)
+        if resumed[0].step > run.steps:
+            raise InputError(
+                f"steps: found `{run.steps}`; wanted at least `{resumed[0].step}`, where the checkpoint is"
+            )
     _check_same(job, source, resumed[0].step if resumed is not None else 0)
     interpreted = job.interpreted
     places = [tuple(torch_device(gpu, interpreted=interpreted) for gpu in (at.target, at.drafter)) for at in run.pairs]
@@ -51,8 +56,20 @@ def build(job: Job) -> Trainer:
     if resumed is not None:
         trainer.done = resumed[0].step
     _share_weights(trainer, resumed[1] if resumed is not None else None)
-    trainer.notes = graphs.install(pairs, spec, wanted=run.graphs, interpreted=job.interpreted)
+    changed = _changed(resumed[0].run, run.to_json()) if resumed is not None else ()
+    trainer.notes = (*changed, *graphs.install(pairs, spec, wanted=run.graphs, interpreted=job.interpreted))
     return trainer
+
+
+_CHANGE_NUMBERS = ("steps", "gamma", "batch", "optimizer", "loss")
+"""Parts of a run's configuration that a checkpoint may go on with other values of, to other numbers."""
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a resumed run does otherwise than before, in one line, if anything."""
+    then, here = (_flat({name: run.get(name) for name in _CHANGE_NUMBERS}, "") for run in (before, now))
+    found = [f"{name} `{then[name]}`, now `{here[name]}`" for name in here if name in then and then[name] != here[name]]
+    return (f"resume: not the run that it was: {'; '.join(found)}",) if found else ()
 
 
 def _needs(job: Job, places: Sequence[tuple[torch.device, ...]]) -> list[memory.Need]:

@@ -129,7 +129,7 @@ def train(
     plan = launch.settle(launch.placed(_load(file, settings, given), here))
     with contextlib.ExitStack() as stack:
         stack.enter_context(ranks.joined(here))
-        here.together(lambda: stack.enter_context(launch.holding(Path(plan.run.output))) if here.leads else None)
+        here.together(lambda: _hold(stack, plan.run) if here.leads else None)
         wanted = record or (not stock and here.local_rank == 0)  # one for all ranks of a host
         found = here.together(lambda: _preflight(plan) if wanted else None)
         with render.doing("start without a frozen cache" if stock else "freeze"):
@@ -153,6 +153,13 @@ def _stop() -> Stop:
     stop = Stop()
     stop.install()
     return stop
+
+
+def _hold(stack: contextlib.ExitStack, run: RunConfig) -> None:
+    from dflash import launch
+
+    stack.enter_context(launch.holding(Path(run.output)))
+    launch.check_unused(run)
 
 
 def _preflight(plan: Plan) -> Preflight:

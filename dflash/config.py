@@ -24,6 +24,9 @@ SCHEDULES = ("cosine", "constant")
 
 LONGEST_WATCH = 30 * 86400.0
 
+MOST_ACCUMULATED = 4096
+"""Batches of a pair in a step: the host holds all of them, and nothing moves until they are made."""
+
 _BELOW_ONE = 0.999999  # at 1, a moment never takes a gradient in, and AdamW's bias correction divides by 0
 _SMALLEST_EPS = 1e-30  # at 0, a weight without a gradient becomes 0 / 0
 
@@ -56,7 +59,7 @@ class BatchConfig:
             max_anchors=reader.integer("max_anchors", None),
             layout=reader.text("layout", None, choices=LAYOUTS),
             dtype=reader.text("dtype", None, choices=DTYPES),
-            accumulate=reader.integer("accumulate", 1),
+            accumulate=reader.integer("accumulate", 1, high=MOST_ACCUMULATED),
         )
         reader.done()
         return config

@@ -23,8 +23,7 @@ from dflash.anchors import Drafting, Flags, Integers
 from dflash.buckets import Batch, Sample, Shape, assemble
 from dflash.errors import DataError
 from dflash.order import Planned, Queues, Visit
-
-STDLIB = "python-stdlib"
+from dflash.spec import STDLIB
 
 _NO_SOURCE_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"))
 

@@ -13,7 +13,7 @@ from dflash.drafter import Drafter
 from dflash.evaluate import OnProgress, Prompt, Report, Settings
 from dflash.export import Served
 from dflash.placement import Devices
-from dflash.spec import Axes, DataSpec, Spec
+from dflash.spec import STDLIB, Axes, DataSpec, Spec
 from dflash.target import Target
 from kernelbake.errors import InputError
 
@@ -82,7 +82,7 @@ def open_(request: Request) -> Opened:
     Raises:
         InputError: something is missing, broken, or does not belong together.
     """
-    folder = request.drafter / EXPORTED if (request.drafter / EXPORTED).is_dir() else request.drafter
+    folder = _exported(request.drafter)
     served = export.load(folder)
     spec, seed = _spec(request, served)
     served.check_target(spec.target)
@@ -100,6 +100,24 @@ def open_(request: Request) -> Opened:
     return Opened(target, served.build(here, dtype), prompts, settings, source.name)
 
 
+def _exported(given: Path) -> Path:
+    """The folder of the exported drafter itself.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not given.is_dir():
+        raise InputError(f"eval: `{given}` is no folder; wanted a run's output folder or an exported drafter")
+    if (given / EXPORTED).is_dir():
+        return given / EXPORTED
+    if checkpoint.newest_state(given) is not None:
+        raise InputError(
+            f"eval: `{given}` holds checkpoints and no drafter; wanted a run that made all its steps",
+            hint="`dflash train … --resume latest` ends it; with --steps at the newest checkpoint's, at once",
+        )
+    return given
+
+
 def _spec(request: Request, served: Served) -> tuple[Spec, int]:
     """The section of the drafter's run, with another target where one is named, and the seed of random weights."""
     found = checkpoint.newest_state(request.drafter)
@@ -112,7 +130,7 @@ def _spec(request: Request, served: Served) -> tuple[Spec, int]:
         target = hub.resolve(request.target, None)
         dtype = request.dtype or "bfloat16"
         axes = Axes((LONGEST,), (1,), "largest", (1,), ("padded",), dtype)
-        return Spec(target, served.spec, axes, DataSpec(data.STDLIB, None, "truncate")), 0
+        return Spec(target, served.spec, axes, DataSpec(STDLIB, None, "truncate")), 0
     spec = Spec.parse(found.spec)
     if request.target is not None:
         spec = dataclasses.replace(spec, target=hub.resolve(request.target, spec.target))
@@ -124,7 +142,7 @@ def _spec(request: Request, served: Served) -> tuple[Spec, int]:
 def _held_out(request: Request, spec: Spec) -> data.Source:
     if request.data is not None:
         named = dataclasses.replace(spec.data, source=request.data, too_long="truncate")
-        axes = dataclasses.replace(spec.axes, buckets=(LONGEST,)) if request.data != data.STDLIB else spec.axes
+        axes = dataclasses.replace(spec.axes, buckets=(LONGEST,)) if request.data != STDLIB else spec.axes
         return sources.open_source(dataclasses.replace(spec, data=named, axes=axes))
     if not spec.data.held_out:
         raise InputError(

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash import capturable, section, tracking
+from dflash import capturable, rows, section, tracking
 from dflash.config import RunConfig
 from dflash.errors import TrainingStoppedError, UnplannedError
 from dflash.placement import numbered
 from dflash.ranks import Ranks
-from dflash.spec import Spec
+from dflash.spec import STDLIB, Spec
 from dflash.workload import WORKLOAD
 from kernelbake.errors import BundleError, CoverageError, InputError, LockedError
 from kernelbake.preflight import INTERPRETED, Preflight, WorkloadSection, preflight, workload_of
@@ -60,7 +60,7 @@ def settle(run: RunConfig) -> Plan:
 
     Raises:
         InputError: no bundle, another plug-in's bundle, a target that cannot be found, shapes that cannot be, graphs
-            that are asked for and cannot be.
+            that are asked for and cannot be, data that are not there.
         BundleError: the bundle cannot be trusted, or is not signed as required.
     """
     if run.bundle is None:
@@ -75,6 +75,8 @@ def settle(run: RunConfig) -> Plan:
     spec = section.of_run(run, held.section)
     _check_devices(run, interpreted=held.made == INTERPRETED)
     capturable.check(run.graphs, spec, interpreted=held.made == INTERPRETED)
+    if spec.data.source != STDLIB:
+        rows.check_named(spec.data.source)
     return Plan(run, spec, held)
 
 
@@ -156,6 +158,20 @@ def holding(output: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def check_unused(run: RunConfig) -> None:
+    """Refuses to begin anew where another run left checkpoints: ``latest`` would be of the one or of the other.
+
+    Raises:
+        InputError: there are some.
+    """
+    found = sorted(path.parent.name for path in Path(run.output).glob("step-*/state.json"))
+    if run.resume is None and found:
+        raise InputError(
+            f"output: `{run.output}` holds the run that saved `{found[-1]}`; wanted a folder without checkpoints",
+            hint="--resume latest goes on with that run; another --output, or removing the folder, begins a new one",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,16 +49,25 @@ def read(reader: Reader) -> tuple[tuple[Devices, ...] | None, int | None]:
     found, count = reader.raw("devices"), reader.integer("dp_pairs", None)
     if found is None:
         return None, count
-    try:
-        given = tuple(Devices.parse(text) for text in _texts(found))
-    except ValueError:
-        reader.fault("devices", f"found `{found!r:.40}`; {WANTED}")
-        return None, count
-    for message in shared(given):
+    texts, parsed = _texts(found), [_parsed(text) for text in _texts(found)]
+    for text, devices in zip(texts, parsed, strict=True):
+        if devices is None:
+            reader.fault("devices", f"found `{text:.40}`; {WANTED}")
+    for message in shared(parsed):
         reader.fault("devices", message)
+    given = tuple(devices for devices in parsed if devices is not None)
+    if len(given) < len(parsed):
+        return None, count
     if count is not None and reader.good("dp_pairs") and count != len(given):
         reader.fault("dp_pairs", f"found `{count}` with `{len(given)}` pairs in `devices`; wanted the same number")
     return given, count
+
+
+def _parsed(text: str) -> Devices | None:
+    try:
+        return Devices.parse(text)
+    except ValueError:
+        return None
 
 
 def _texts(found: Any) -> list[str]:
@@ -66,10 +75,11 @@ def _texts(found: Any) -> list[str]:
     return [text for part in parts for text in str(part).split(",")]
 
 
-def shared(given: Sequence[Devices]) -> list[str]:
-    """What is wrong with GPUs that stand in two pairs, one line each."""
+def shared(given: Sequence[Devices | None]) -> list[str]:
+    """What is wrong with GPUs that stand in two pairs, one line each; None is a pair that nobody can read."""
     return [
         f"found GPU `{gpu}` in pairs `{one}` and `{other}`; wanted each GPU in one pair (--accumulate gives it more)"
         for (one, first), (other, second) in itertools.combinations(enumerate(given), 2)
+        if first is not None and second is not None
         for gpu in sorted({first.target, first.drafter} & {second.target, second.drafter})
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import codecs
 import dataclasses
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +65,17 @@ class Rows(Protocol):
         ...
 
 
+def check_named(source: str) -> None:
+    """Whether ``open_rows`` has something to open, as far as that can be told at once and without a network.
+
+    Raises:
+        DataError: as ``open_rows``.
+    """
+    kind = _kind(source)
+    if kind is not _json_rows and importlib.util.find_spec("datasets") is None:
+        raise _no_library(source)
+
+
 def open_rows(source: str) -> Rows:
     """The rows of a path or a Hub id.
 
@@ -74,22 +86,40 @@ def open_rows(source: str) -> Rows:
     Raises:
         DataError: there is no such thing, or the package that reads it is missing.
     """
+    return _kind(source)(source)
+
+
+def _kind(source: str) -> Callable[[str], Rows]:
+    """What opens this source.
+
+    Raises:
+        DataError: there is no such thing.
+    """
     path = Path(source)
     try:
-        is_folder = path.is_dir()
+        is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:
         raise DataError(f"data: `{source}` cannot be read ({error.strerror}); wanted a file or a Hub id") from error
     if is_folder:
-        return _folder_rows(path)
+        return _folder_rows
     if path.suffix == ".parquet":
-        if not path.is_file():
+        if not is_file:
             raise DataError(f"data: `{source}` is no file; wanted a parquet file")
-        return DatasetRows(source, lambda datasets: datasets.load_dataset("parquet", data_files=source, split="train"))
-    if path.is_file():
-        return _json_rows(path)
-    hub = _HUB.fullmatch(source)
-    if hub is None or path.suffix in (".json", ".jsonl", ".ndjson"):
+        return _parquet_rows
+    if is_file:
+        return _json_rows
+    if _HUB.fullmatch(source) is None or path.suffix in (".json", ".jsonl", ".ndjson"):
         raise DataError(f"data: `{source}` is no file and no Hub id; wanted a JSONL or parquet file, or `owner/name`")
+    return _hub_rows
+
+
+def _parquet_rows(source: str) -> Rows:
+    return DatasetRows(source, lambda datasets: datasets.load_dataset("parquet", data_files=source, split="train"))
+
+
+def _hub_rows(source: str) -> Rows:
+    hub = _HUB.fullmatch(source)
+    assert hub is not None
     return DatasetRows(
         source,
         lambda datasets: datasets.load_dataset(
@@ -98,7 +128,8 @@ def open_rows(source: str) -> Rows:
     )
 
 
-def _folder_rows(folder: Path) -> Rows:
+def _folder_rows(source: str) -> Rows:
+    folder = Path(source)
     if (folder / "state.json").is_file():
         return DatasetRows(str(folder), lambda datasets: datasets.load_from_disk(str(folder)))
     files = sorted(str(path) for path in folder.glob("*.parquet"))
@@ -107,7 +138,8 @@ def _folder_rows(folder: Path) -> Rows:
     return DatasetRows(str(folder), lambda datasets: datasets.load_dataset("parquet", data_files=files, split="train"))
 
 
-def _json_rows(path: Path) -> Rows:
+def _json_rows(source: str) -> Rows:
+    path = Path(source)
     try:
         with path.open("rb") as file:
             start = file.read(4096)
@@ -352,6 +384,13 @@ class _Text:
 # ---------------------------------------------------------------------------------------------- datasets
 
 
+def _no_library(name: str) -> DataError:
+    return DataError(
+        f"data: reading `{name}` needs the package `datasets`; it is not installed",
+        hint="pip install 'kernelbake[data]', or give a JSONL file",
+    )
+
+
 class DatasetRows:
     """Rows that the ``datasets`` library reads; a key is a row's number.
 
@@ -368,10 +407,7 @@ class DatasetRows:
         try:
             import datasets
         except ImportError as error:
-            raise DataError(
-                f"data: reading `{name}` needs the package `datasets`; it is not installed",
-                hint="pip install 'kernelbake[data]', or give a JSONL file",
-            ) from error
+            raise _no_library(name) from error
         datasets.disable_progress_bars()
         try:
             self._rows = load(datasets)

@@ -21,7 +21,7 @@ from dflash.anchors import Flags, Integers
 from dflash.chat import MALFORMED, NOT_SUPERVISED, ChatRenderer, Dropped, Tokenized, is_unicode
 from dflash.errors import DataError
 from dflash.rows import Broken, Row, Rows, open_rows
-from dflash.spec import RANDOM, DataSpec, Spec
+from dflash.spec import RANDOM, STDLIB, DataSpec, Spec
 
 REFUSE, SKIP = "refuse", "skip"
 """What happens to broken lines and records: refuse the file, or leave them out and count them."""
@@ -141,7 +141,7 @@ class RowSource:
         self._keys = array.array("q")
         self._lengths = array.array("q")
         self._hash = hashlib.sha256()
-        faults: list[str] = []
+        faults: list[tuple[str, str]] = []
         try:
             for batch in _batches(rows):
                 self._scan(batch, faults, broken)
@@ -154,18 +154,18 @@ class RowSource:
             why = [f"{count} × {reason}{self._example(reason)}" for reason, count in self.dropped.items()]
             raise DataError(f"data: `{self.name}` has no sample to train on", reasons=why)
 
-    def _scan(self, batch: Sequence[Row | Broken], faults: list[str], broken: str) -> None:
+    def _scan(self, batch: Sequence[Row | Broken], faults: list[tuple[str, str]], broken: str) -> None:
         encoded = iter(self._encoder([row.data for row in batch if isinstance(row, Row)]))
         for row in batch:
             if isinstance(row, Broken):
                 if broken == SKIP:
                     self._drop(Dropped(BROKEN, row.why), row.place)
                 else:
-                    faults.append(f"{row.place}: {row.why}")
+                    faults.append((row.place, row.why))
                 continue
             item = next(encoded)
             if isinstance(item, Faulty):
-                faults.append(f"{row.place}: {item.why}")
+                faults.append((row.place, item.why))
             elif isinstance(item, Dropped):
                 self._drop(item, row.place)
             else:
@@ -233,8 +233,14 @@ def _batches(rows: Rows) -> Iterator[list[Row | Broken]]:
         yield batch
 
 
-def _faulty(name: str, faults: list[str]) -> DataError:
-    shown = [*faults[:_SHOWN], *([f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])]
+def _faulty(name: str, faults: list[tuple[str, str]]) -> DataError:
+    """Every place with what is wrong there; places with the same fault in one line."""
+    places: dict[str, list[str]] = {}
+    for place, why in faults[:_SHOWN]:
+        places.setdefault(why, []).append(place)
+    shown = [f"{', '.join(found)}: {why}" for why, found in places.items()]
+    if len(faults) > _SHOWN:
+        shown.append(f"and {len(faults) - _SHOWN} more")
     return DataError(f"data: `{name}` has {len(faults)} faulty row{'s' if len(faults) > 1 else ''}", reasons=shown)
 
 
@@ -250,7 +256,7 @@ def open_source(spec: Spec) -> data.Source:
     kind = spec.data.tokenizer or ("bytes" if spec.target.model == RANDOM else "target")
     tokenizer = None if kind == "bytes" else hub.tokenizer(spec.target.model)
     encode = data.as_bytes if tokenizer is None else hub.encoder(tokenizer)
-    if spec.data.source == data.STDLIB:
+    if spec.data.source == STDLIB:
         return data.PythonSources(encode, spec.axes.buckets, packed=spec.axes.layouts == ("packed",))
     chat, why = _renderer(tokenizer, spec.data)
     return RowSource(
@@ -271,7 +277,7 @@ def _renderer(tokenizer: Any, data_spec: DataSpec) -> tuple[ChatRenderer | None,
         except (OSError, ValueError) as error:
             raise DataError(f"data.template: `{data_spec.template}` cannot be read ({error})") from error
     if tokenizer is None:
-        return None, "the tokenizer `bytes` has no chat template"
+        return None, "the tokenizer `bytes` has no chat template (another --target has one, or data.tokenizer)"
     try:
         return ChatRenderer(tokenizer, template=template, options=dict(data_spec.template_options)), ""
     except DataError as error:

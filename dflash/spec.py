@@ -33,6 +33,7 @@ MAX_GROUP = 16
 """The most query heads that may share a kv head there."""
 
 RANDOM = "random"
+STDLIB = "python-stdlib"
 """The model name that stands for random weights."""
 
 
@@ -384,7 +385,7 @@ class DataSpec:
     @classmethod
     def read(cls, reader: Reader) -> DataSpec:
         data = cls(
-            source=reader.text("source", "python-stdlib"),
+            source=reader.text("source", STDLIB),
             tokenizer=reader.text("tokenizer", None, choices=("bytes", "target")),
             too_long=reader.text("too_long", "drop", choices=("drop", "truncate")),
             broken=reader.text("broken", "refuse", choices=("refuse", "skip")),

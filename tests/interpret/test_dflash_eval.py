@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,11 @@ def test_what_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "made for another target" in refusal(Request(folder, data=data))
     code, _, err = called("eval", str(tmp_path / "absent"), "--cpu")
     assert code == 2
-    assert "cannot be read" in err
+    assert "absent` is no folder; wanted a run's output folder or an exported drafter" in err
+    shutil.copytree(folder / "step-00000003", tmp_path / "unfinished" / "step-00000003")
+    assert "holds checkpoints and no drafter" in refusal(Request(tmp_path / "unfinished", data=data))
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refusal(Request(tmp_path / "empty", data=data))
     code, _, err = called("eval", str(folder), "--devices", "x")
     assert code == 2
     assert "wanted `T` or `T:D`" in err

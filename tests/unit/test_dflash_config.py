@@ -182,6 +182,14 @@ def test_all_that_is_wrong_with_devices_is_said_at_once() -> None:
     assert "GPU `1` in pairs `0` and `1`" in caught.value.reasons[0]
     assert "GPU `2` in pairs `1` and `2`" in caught.value.reasons[1]
     assert "found `2` with `3` pairs" in caught.value.reasons[2]
+    with pytest.raises(InputError) as caught:
+        load(sets=("devices=0:1,x,1:0,0:1:2",))
+    assert [reason.partition(";")[0] for reason in caught.value.reasons] == [
+        "devices: found `x`",
+        "devices: found `0:1:2`",
+        "devices: found GPU `0` in pairs `0` and `2`",
+        "devices: found GPU `1` in pairs `0` and `2`",
+    ]
 
 
 def test_the_schedule_rises_and_falls() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dflash import launch
+from dflash import config, launch
 from dflash.errors import TrainingStoppedError
 from dflash.proof import Proof
 from kernelbake.errors import BundleError, ExitCode, InputError, LockedError
@@ -38,6 +38,19 @@ def test_a_second_run_is_refused_until_the_first_has_ended_however(tmp_path: Pat
     for _ in range(2):
         with launch.holding(output):
             assert output.is_dir()
+
+
+def test_a_new_run_is_refused_where_another_left_checkpoints(tmp_path: Path) -> None:
+    def configured(**options: object) -> config.RunConfig:
+        return config.load(None, (), {"output": str(tmp_path), **options})
+
+    (tmp_path / "step-00000003").mkdir()
+    launch.check_unused(configured())  # nobody goes on from what has no state
+    (tmp_path / "step-00000003" / "state.json").write_text("{}")
+    with pytest.raises(InputError, match="holds the run that saved `step-00000003`") as caught:
+        launch.check_unused(configured())
+    assert "--resume latest" in str(caught.value.hint)
+    launch.check_unused(configured(resume="latest"))
 
 
 @pytest.mark.parametrize("wrong", ["a file", "below a file", "too long", "a link"])

@@ -28,6 +28,7 @@ from dflash.profiling import Profiler
 from dflash.spec import Spec
 from dflash.stop import Stop
 from dflash.trainer import Job, StepReport
+from kernelbake.errors import InputError
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +162,18 @@ def test_other_samples_under_the_same_name_are_refused(tmp_path: Path) -> None:
     assert reason.startswith(f"samples of `{data}`: `")
     assert reason.endswith("`, other contents")
     assert trainer.build(job(tmp_path / "run", 10, steps=2, resume=resume)).done == 1
+
+
+def test_a_resumed_run_says_what_it_does_otherwise_and_has_steps_left(tmp_path: Path) -> None:
+    steps(job(tmp_path / "run", 10, steps=3))
+    same = trainer.build(job(tmp_path / "run", 10, steps=3, resume="latest", watchdog_seconds=5))
+    assert not any(note.startswith("resume: ") for note in same.notes)
+    other = trainer.build(job(tmp_path / "run", 10, steps=4, resume="latest", **{"loss.weights": "d-pace"}))
+    [note] = [note for note in other.notes if note.startswith("resume: ")]
+    told = ("steps `3`, now `4`", "loss.weights `decay`, now `d-pace`", "loss.alpha `None`, now `0.5`")
+    assert note == f"resume: not the run that it was: {'; '.join(told)}"
+    with pytest.raises(InputError, match=r"steps: found `2`; wanted at least `3`, where the checkpoint is"):
+        trainer.build(job(tmp_path / "run", 10, steps=2, resume="latest"))
 
 
 def test_a_log_that_cannot_be_written_loses_no_step(tmp_path: Path) -> None:

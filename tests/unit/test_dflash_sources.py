@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copy
 import dataclasses
+import importlib.util
 import json
 import sys
 import types
@@ -117,6 +119,18 @@ def test_many_faults_are_counted_and_the_first_shown(tmp_path: Path) -> None:
         source(written(tmp_path / "rows.jsonl", "x\n" * 300))
     assert len(caught.value.reasons) == 51
     assert caught.value.reasons[-1] == "and 250 more"
+
+
+def test_rows_with_the_same_fault_share_a_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has 60 faulty rows") as caught:
+        source(written(tmp_path / "rows.jsonl", '{"words": 1}\n{"text": 2}\n' * 30))
+    one, two, more = caught.value.reasons
+    assert one.startswith("line 1, line 3, line 5, ")
+    assert one.endswith(
+        "line 49: has ['words']; wanted `messages`, `conversations`, `input_ids` with `loss_mask`, or `text`"
+    )
+    assert two.startswith("line 2, line 4, ")
+    assert more == "and 10 more"
 
 
 def test_an_array_cut_in_the_middle(tmp_path: Path) -> None:
@@ -389,6 +403,20 @@ def test_what_the_library_cannot_load(library: FakeLibrary) -> None:
     with pytest.raises(DataError) as caught:
         source("owner/name")
     assert caught.value.reasons[0].startswith("row 0: has ['text']")
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet", "absent", "a/b/c/d", "x" * 300])
+def test_what_is_not_there_is_known_at_once(name: str) -> None:
+    with pytest.raises(DataError, match=r"is no file|cannot be read"):
+        rows.check_named(name)
+
+
+def test_a_library_that_is_not_there_is_missed_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows.check_named(str(written(tmp_path / "rows.jsonl", "{}")))
+    for there in (False, True):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: object() if there else None)
+        with contextlib.nullcontext() if there else pytest.raises(DataError, match="needs the package `datasets`"):
+            rows.check_named("owner/name")
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
