@@ -323,6 +323,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def run(function: Callable[[], Any]) -> NoReturn:
     """Calls a function and exits with the code of what it raised."""
+    render.open_closed_streams()
     sys.exit(_code(function))
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from kernelbake.errors import InputError
 
 if TYPE_CHECKING:
     from dflash.profiling import Profile
@@ -22,10 +25,41 @@ REPORT_HINT = "this is a fault of dflash: please report it with the lines above 
 _PLAIN_INTERVAL_S = 2.0
 
 
+def open_closed_streams() -> None:
+    """Gives a process that was started without standard streams (``>&-``) ones that lead nowhere.
+
+    Without them nothing can be said, and the next file that is opened takes the place of one.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w" if descriptor else "r", encoding="utf-8", closefd=False))
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Writes; a reader that went away (a terminal, ``| head``) ends the output, and no training.
+
+    Raises:
+        InputError: stdout cannot take it.
+    """
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except OSError as failure:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        if not isinstance(failure, BrokenPipeError) and stream is sys.stdout:
+            raise InputError(f"stdout: {failure.strerror}; wanted to write all of the output") from failure
+
+
 def line(text: str = "") -> None:
     """One line of data."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    _write(sys.stdout, f"{text}\n")
 
 
 def data(value: Any) -> None:
@@ -44,23 +78,22 @@ def only_errors() -> None:
 def note(text: str) -> None:
     """One line that is no data."""
     if _says["progress"]:
-        _write(text)
+        _say(text)
 
 
-def _write(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+def _say(text: str) -> None:
+    _write(sys.stderr, f"{text}\n")
 
 
 def error(failure: KernelbakeError) -> None:
     """A refusal: its message, all its reasons, its hint."""
-    _write(f"error: {failure}")
+    _say(f"error: {failure}")
 
 
 def fault(text: str) -> None:
     """An exception that no one expected."""
-    _write(text.rstrip())
-    _write(REPORT_HINT)
+    _say(text.rstrip())
+    _say(REPORT_HINT)
 
 
 def stacks() -> None:
@@ -71,8 +104,8 @@ def stacks() -> None:
 
 def flush() -> None:
     """Writes what is still held back."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        _write(stream, "")
 
 
 @contextlib.contextmanager
@@ -187,7 +220,8 @@ def profile(found: Profile) -> None:
         for part, device, host in rows:
             share = f"{device / max(found.step_ms, 1e-9):.1%}" if device is not None else ""
             table.add_row(part, _ms(device), share, _ms(host))
-        Console(stderr=True).print(table)
+        with contextlib.suppress(OSError):  # whoever read it went away
+            Console(stderr=True).print(table)
 
 
 def _ms(value: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +44,36 @@ def test_help_comes_at_once_and_loads_no_torch(arguments: tuple[str, ...]) -> No
     done = run(*arguments, code=code)
     assert done.returncode == 0, done.stderr
     assert time.process_time() - begin < 0.5
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_process_without_standard_streams_ends_with_its_code(closed: str) -> None:
+    script = f'exec "{sys.executable}" -m dflash train --steps 0 {closed}'
+    assert subprocess.run(["bash", "-c", script], capture_output=True, check=False).returncode == ExitCode.INPUT
+
+
+TALKS = (
+    "from dflash import cli, render\ncli.run(lambda: [render.note('a step'), render.note('b'), render.line('drafter')])"
+)
+
+
+def test_a_terminal_that_went_away_ends_no_run() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, "-c", TALKS], stdout=subprocess.PIPE, stderr=writing, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stdout) == (0, b"drafter\n")
+
+
+def test_a_full_device_behind_stdout_is_an_error() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", TALKS], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == ExitCode.INPUT
+    assert "error: stdout: No space left on device; wanted to write all of the output" in done.stderr
 
 
 @pytest.mark.parametrize(
