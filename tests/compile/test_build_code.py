@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ class Written:
     def rejected(self, launch: int) -> Mapping[int, Rejected]:
         return {}
 
-    def start(self, launch: int, candidate: int) -> None:
+    def start(self, launch: int, candidate: int, meanwhile: Callable[[], None]) -> None:
         self.lines.append(("start", launch, candidate))
+        meanwhile()
 
     def sampling(self, launch: int, candidate: int) -> None:
         pass

@@ -225,14 +225,14 @@ class _SmallDevice(CpuDevice):
 
 
 def test_too_little_memory_is_refused_with_numbers() -> None:
-    from kernelbake.measure import _check_room
+    from kernelbake.livesite import check_room
 
     kernel = Kernel("toykernels", "shift")
     launch = Launch(kernel, None, (Config(),), ())
-    _check_room(launch, [1, 2.0, None], _SmallDevice())
+    check_room(launch, [1, 2.0, None], _SmallDevice())
     needed = 3 * Arguments.bytes_needed([torch.zeros(1000)])
     with pytest.raises(BuildError, match=f"needs {needed} bytes for copies of its arguments; the GPU has 10000 free"):
-        _check_room(launch, [torch.zeros(1000)], _SmallDevice())
+        check_room(launch, [torch.zeros(1000)], _SmallDevice())
 
 
 def test_expanded_and_empty_arguments_are_copied() -> None:

@@ -156,7 +156,10 @@ def test_other_outputs_than_recorded_are_told_apart_by_their_size(
 def test_a_winner_wins_again_and_a_slow_one_is_beaten(
     built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``scale`` is launched with eight programs, of 32 elements, where two do; the rest is as built."""
+    """``scale`` is launched with eight programs, of 32 elements, where two do, and with four where one does.
+
+    The rest is as built. On a busy machine one of the two may be too uncertain to be called beaten.
+    """
     held = bundle.read(built)
 
     def worse(choice: Any) -> Any:
@@ -177,7 +180,7 @@ def test_a_winner_wins_again_and_a_slow_one_is_beaten(
     standings = {(one["name"].split()[0], one["standing"]) for one in level["findings"]}
     assert ("toykernels.scale", "beaten") in standings
     assert {standing for name, standing in standings if name != "toykernels.scale"} <= {"still the winner", "tied"}
-    beaten = r"toykernels\.scale n=256.*: beaten: `BLOCK=32 .*` \d+\.\d{4} ms, `BLOCK=\d+ .*\(\+\d+\.\d%\)"
+    beaten = r"toykernels\.scale n=\d+ .*: beaten: `BLOCK=32 .*` \d+\.\d{4} ms, `BLOCK=\d+ .*\(\+\d+\.\d%\)"
     assert re.search(beaten, err), err
 
 

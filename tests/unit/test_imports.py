@@ -19,6 +19,7 @@ HEAVY = {"torch", "triton", "fla", "transformers", "numpy"}
 MAY_LOAD_HEAVY = {
     "kernelbake.shadow",
     "kernelbake.compile",
+    "kernelbake.livesite",
     "kernelbake.measure",
     "kernelbake.dispatch",
     "kernelbake.triton_api",
