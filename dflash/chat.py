@@ -168,7 +168,7 @@ class ChatRenderer:
         options: names for the template, such as ``enable_thinking``.
 
     Raises:
-        DataError: the tokenizer has no offsets, or there is no template.
+        DataError: the tokenizer has no offsets, or there is no template, or it is none.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ChatRenderer:
                 " wanted one for rows of messages",
                 hint="give the template of the instruction-tuned model as a file",
             ) from error
-        self._marked = _MarkedTemplate(self._template) if _MARKS.search(self._template) else None
+        self._marked = _marked(self._template)
         self._end_of_turn = _special_tokens(tokenizer)
 
     @property
@@ -384,6 +384,22 @@ def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
     known |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     choices = "|".join(re.escape(token) for token in sorted(known, key=len, reverse=True) if token)
     return re.compile(rf"\s*(?:{choices})" if choices else r"(?!)")
+
+
+def _marked(template: str) -> _MarkedTemplate | None:
+    """The template with marks; None for one that has none.
+
+    Raises:
+        DataError: it is no template.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        made = _MarkedTemplate(template)
+    except TemplateError as error:
+        place = f"line {lineno}: " if (lineno := getattr(error, "lineno", None)) else ""
+        raise DataError(f"data: the chat template is no Jinja ({place}{error}); wanted one that compiles") from error
+    return made if _MARKS.search(template) else None
 
 
 class _MarkedTemplate:

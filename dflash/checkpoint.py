@@ -31,6 +31,9 @@ FORMAT = 1
 PREFIX = "step-"
 LATEST = "latest"
 _STATE, _TENSORS = "state.json", "optimizer.safetensors"
+_PATHS = ("data.source", "data.template")
+"""What may have moved: the digest of the samples says whether it is the same."""
+
 _CHUNK = 1 << 17
 """Words of eight bytes that are added up to one number of a tensor's digest."""
 
@@ -302,10 +305,12 @@ def check_same_run(
     """
     now = spec.to_json()
     pairs = [("seed", state.seed, seed)]
+    moved = _PATHS if state.samples == samples else ()
     for part in ("target", "drafter", "axes", "data"):
         theirs = state.spec.get(part, {})
         names = sorted({*now[part], *theirs})
         pairs += [(f"{part}.{name}", theirs.get(name), now[part].get(name)) for name in names]
+    pairs = [one for one in pairs if one[0] not in moved]
     reasons = [f"{name}: `{before}`; now `{here}`" for name, before, here in pairs if before != here]
     if state.samples not in (None, samples) and state.spec.get("data") == now["data"]:
         reasons.append(f"samples of `{spec.data.source}`: `{state.samples:.12}`; now `{samples:.12}`, other contents")

@@ -79,7 +79,9 @@ class Encoder:
             if self._chat is None:
                 return Faulty(f"a conversation, but {self._why_no_chat}; wanted `input_ids` or `text`")
             return None
-        if isinstance(row.get("text"), str):
+        if "text" in given:
+            if not isinstance(row["text"], str):
+                return Faulty("`text` is no text")
             if not is_unicode(row["text"]):
                 return Dropped(MALFORMED, "half of a surrogate pair")
             ids = self._encode(row["text"])
@@ -152,7 +154,7 @@ class RowSource:
             raise _faulty(self.name, faults)
         if not self._keys:
             why = [f"{count} × {reason}{self._example(reason)}" for reason, count in self.dropped.items()]
-            raise DataError(f"data: `{self.name}` has no sample to train on", reasons=why)
+            raise DataError(f"data: `{self.name}` has no sample to train on", reasons=why or ["it holds no row"])
 
     def _scan(self, batch: Sequence[Row | Broken], faults: list[tuple[str, str]], broken: str) -> None:
         encoded = iter(self._encoder([row.data for row in batch if isinstance(row, Row)]))

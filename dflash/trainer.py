@@ -207,7 +207,11 @@ class _Loop:
         try:
             report = self._reader.read(launched, end, _peak_bytes(self._trainer.pairs))
         except NotFiniteError as error:
-            error.hint = f"{self._kept(error.launched)}; a lower --lr or other samples may help"
+            first = error.launched.step == self._from + 1  # no update of this process is behind it
+            cause = (
+                "the target's weights may hold such numbers, too" if first else "a lower --lr or other samples may help"
+            )
+            error.hint = f"{self._kept(error.launched)}; {cause}"
             raise
         if self._log is not None:
             try:

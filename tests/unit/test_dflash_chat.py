@@ -214,6 +214,14 @@ def test_the_prompt_of_messages() -> None:
         ChatRenderer(chats.tokenizer(chats.MERGED_SYSTEM)).prompt([{"role": "assistant", "content": "x"}])
 
 
+@pytest.mark.parametrize(
+    "template", ["a\n{% for", "{% generation %}\n{% for", "a\n{% generation %}", "a\n{% nothing %}"]
+)
+def test_a_template_that_does_not_compile_is_refused_with_its_line(template: str) -> None:
+    with pytest.raises(DataError, match=r"chat template is no Jinja \(line 2: .*wanted one that compiles"):
+        ChatRenderer(chats.tokenizer(chats.CHATML), template=template)
+
+
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(DataError, match="has no chat template"):
         ChatRenderer(chats.tokenizer(None))

@@ -5,6 +5,7 @@ The target is a table and the loss has no kernel, as nothing here depends on the
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -162,6 +163,11 @@ def test_other_samples_under_the_same_name_are_refused(tmp_path: Path) -> None:
     assert reason.startswith(f"samples of `{data}`: `")
     assert reason.endswith("`, other contents")
     assert trainer.build(job(tmp_path / "run", 10, steps=2, resume=resume)).done == 1
+    moved = data.rename(tmp_path / "moved.jsonl")
+    settings = of.run.to_json()
+    spec = dataclasses.replace(of.spec, data=dataclasses.replace(of.spec.data, source=str(moved)))
+    assert settings["data"]["source"] == str(data)
+    assert trainer.build(dataclasses.replace(of, spec=spec)).done == 1
 
 
 def test_a_resumed_run_says_what_it_does_otherwise_and_has_steps_left(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_many_faults_are_counted_and_the_first_shown(tmp_path: Path) -> None:
 
 def test_rows_with_the_same_fault_share_a_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 60 faulty rows") as caught:
-        source(written(tmp_path / "rows.jsonl", '{"words": 1}\n{"text": 2}\n' * 30))
+        source(written(tmp_path / "rows.jsonl", '{"words": 1}\n[2]\n' * 30))
     one, two, more = caught.value.reasons
     assert one.startswith("line 1, line 3, line 5, ")
     assert one.endswith(
@@ -216,8 +216,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         rows.open_rows(str(tmp_path / "absent.parquet"))
     with pytest.raises(DataError, match="holds no parquet file"):
         rows.open_rows(str(tmp_path))
-    with pytest.raises(DataError, match="no sample to train on"):
+    with pytest.raises(DataError, match="no sample to train on") as caught:
         source(written(tmp_path / "empty.jsonl", ""))
+    assert caught.value.reasons == ("it holds no row",)
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
@@ -252,6 +253,7 @@ def test_rows_of_ids(tmp_path: Path) -> None:
             {"messages": turns("hello", "fine")},
             "a conversation, but there is no chat template; wanted `input_ids` or `text`",
         ),
+        ({"text": 3}, "`text` is no text"),
     ],
 )
 def test_rows_that_are_no_data(tmp_path: Path, row: dict[str, Any], why: str) -> None:
@@ -402,7 +404,7 @@ def test_what_the_library_cannot_load(library: FakeLibrary) -> None:
     library.rows = [{"text": 7}]
     with pytest.raises(DataError) as caught:
         source("owner/name")
-    assert caught.value.reasons[0].startswith("row 0: has ['text']")
+    assert caught.value.reasons == ("row 0: `text` is no text",)
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet", "absent", "a/b/c/d", "x" * 300])
