@@ -4,6 +4,7 @@
 
 SHELL := /bin/bash
 PYTHON ?= python3
+CPU_SECONDS ?= 3600
 ifdef NO_VENV
 PY := $(PYTHON)
 READY :=
@@ -52,8 +53,8 @@ golden: $(READY) ## write the golden files anew: what commands print, keys, the 
 	@KERNELBAKE_WRITE_GOLDEN=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/compile/test_shadow_keys.py -k golden
 	@KERNELBAKE_WRITE_GOLDEN=1 TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/interpret/test_train.py -k record
 
-fuzz: $(READY) ## fuzz the readers of bundles and manifests for ten minutes of CPU time
-	@$(PY) tests/fuzz/fuzz.py --cpu-seconds 600
+fuzz: $(READY) ## fuzz the readers of bundles and manifests for an hour of CPU time, or CPU_SECONDS=600
+	@$(PY) tests/fuzz/fuzz.py --cpu-seconds $(CPU_SECONDS)
 
 clean: ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build
