@@ -436,7 +436,7 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, name: s
     """
     if found.shape != wanted.shape:
         return Difference(math.inf, f"`{name}` has shape {tuple(found.shape)}; wanted {tuple(wanted.shape)}")
-    if found.dtype == wanted.dtype and not wait([bits_differ(found, wanted)])[0]:
+    if not found.numel() or (found.dtype == wanted.dtype and not wait([bits_differ(found, wanted)])[0]):
         return Difference(0.0)
     if not found.dtype.is_floating_point:
         wrong = int((found != wanted).sum())
@@ -456,21 +456,31 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, name: s
 def _measured(found: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float, float, int]:
     """``‖b‖²``, ``‖a − b‖²``, the largest ``|a − b| / (|b| + rms(b))``, and how many are finite in one only.
 
-    In float32 for everything narrower: sums over a chunk are made pairwise and added up in double.
+    In float32 for everything narrower: sums over a chunk are made pairwise and added up in double. Of several chunks
+    none is kept, since a tensor may take up much of the device: they are made again for the largest.
     """
     work = torch.float64 if torch.float64 in (found.dtype, wanted.dtype) else torch.float32
+    pairs = list(zip(found.split(_CHUNK), wanted.split(_CHUNK), strict=True))
+    kept = [_gaps(*pairs[0], work)] if len(pairs) == 1 else None
+    sums = []
+    for gap, size, odd in kept or (_gaps(*pair, work) for pair in pairs):
+        sums.append((size.square().sum().double(), gap.square().sum().double(), odd.sum().double()))
+    squares, gaps, number = (torch.stack(column).sum() for column in zip(*sums, strict=True))
+    rms = math.sqrt(float(squares) / found.numel())
     tiny = torch.finfo(work).tiny
-    parts = []
-    for one, other in zip(found.split(_CHUNK), wanted.split(_CHUNK), strict=True):
-        a, b = one.to(work), other.to(work)
-        both = torch.isfinite(a) & torch.isfinite(b)
-        odd = ~both & ~((a == b) | (a.isnan() & b.isnan()))
-        gap, size = torch.where(both, (a - b).abs(), 0.0), torch.where(both, b.abs(), 0.0)
-        parts.append((size.square().sum(), gap.square().sum(), odd.sum(), gap, size))
-    squares = float(torch.stack([part[0].double() for part in parts]).sum())
-    rms = math.sqrt(squares / found.numel())
-    ratios = [(gap / (size + rms).clamp_min(tiny)).max().double() for _, _, _, gap, size in parts]
-    gaps = torch.stack([part[1].double() for part in parts]).sum()
-    odd = torch.stack([part[2] for part in parts]).sum()
-    total, largest, number = torch.stack([gaps, torch.stack(ratios).max(), odd.double()]).tolist()
-    return squares, total, largest, int(number)
+    ratios = [
+        (gap / (size + rms).clamp_min(tiny)).max().double()
+        for gap, size, _ in kept or (_gaps(*pair, work) for pair in pairs)
+    ]
+    norm, total, largest, many = torch.stack([squares, gaps, torch.stack(ratios).max(), number]).tolist()
+    return norm, total, largest, int(many)
+
+
+def _gaps(
+    found: torch.Tensor, wanted: torch.Tensor, work: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``|a − b|``, ``|b|``, both 0 where not both are finite, and where just one is."""
+    a, b = found.to(work), wanted.to(work)
+    both = torch.isfinite(a) & torch.isfinite(b)
+    odd = ~both & ~((a == b) | (a.isnan() & b.isnan()))
+    return torch.where(both, (a - b).abs(), 0.0), torch.where(both, b.abs(), 0.0), odd

@@ -11,7 +11,7 @@ import torch
 import toykernels
 import toyworkload
 
-from kernelbake import build, bundle, host, planner, profiles
+from kernelbake import build, bundle, host, numerics, planner, profiles
 from kernelbake.build import Options
 from kernelbake.choose import Difference
 from kernelbake.devices import CpuDevice
@@ -186,6 +186,27 @@ def test_one_element_that_is_not_finite_is_an_error(value: float) -> None:
     found[3] = value
     assert compare(found, wanted, 0.02, "out").detail == "1 elements of `out` are finite in one and not in the other"
     assert compare(found, found.clone(), 0.02, "out").agrees
+
+
+@pytest.mark.parametrize("spoiled", [None, float("inf"), 3.0])
+@pytest.mark.parametrize("chunk", [1 << 24, 100, 64, 7])
+def test_a_large_tensor_is_compared_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, spoiled: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    wanted = torch.randn(1000, generator=generator)
+    found = wanted + 1e-4 * torch.randn(1000, generator=generator)
+    wanted[7] = found[7] = float("nan")
+    if spoiled is not None:
+        found[503] = spoiled
+    whole = numerics._measured(found, wanted)
+    monkeypatch.setattr(numerics, "_CHUNK", chunk)
+    assert numerics._measured(found, wanted) == pytest.approx(whole, rel=1e-6)
+    assert whole[3] == (spoiled == float("inf"))
+
+
+def test_nothing_is_as_nothing() -> None:
+    assert compare(torch.empty(0, 4).bfloat16(), torch.empty(0, 4), 0.02, "out") == Difference(0.0)
 
 
 def test_integers_must_be_equal() -> None:
