@@ -146,6 +146,8 @@ class _Build:
                 supervisor.prepare(open_now=True)  # it imports and opens the workload while others compile
             fingerprint, utilities, server, source = ranks.together(lambda: self._start(plan, stack))
             ranks.check_same(_facts(fingerprint), "fingerprint")
+            for name, value in (_facts(fingerprint).get("build.environment") or {}).items():
+                self._on_event(Event("note", "start", message=f"`{name}={value}` asks the compiler for other code"))
             self._open_journal(state, fingerprint)
             stack.callback(self._journal.close)
             if server is not None:

@@ -302,6 +302,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_changes_the_compilers_code_is_said(tmp_path: Path) -> None:
+    changed = scripted.fingerprint(PLAN, **{"build.environment": {"DISABLE_PTXAS_OPT": "true"}})
+    events: list[Event] = []
+    options = dataclasses.replace(_options(), fingerprint=changed)
+    build.run(scripted.manifest(), tmp_path / "bundle.tar", options, events.append)
+    notes = [event.message for event in events if event.kind == "note"]
+    assert notes == ["`DISABLE_PTXAS_OPT=true` asks the compiler for other code"]
+
+
 def test_a_bad_time_of_writing_is_refused_before_anything_takes_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
