@@ -92,9 +92,15 @@ def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Pat
     except (OSError, SafetensorError) as error:
         raise TrainingStoppedError(
             f"checkpoint: `{final}` cannot be written ({error}); wanted room for {devices.gib(_bytes(cpu))}",
-            hint="the newest whole checkpoint is good; --resume latest goes on from it",
+            hint=remains(output),
         ) from error
     return final
+
+
+def remains(output: Path) -> str:
+    """What a run that stopped can be gone on from, for people."""
+    found = _whole(output)
+    return f"--resume latest goes on from `{found[-1]}`" if found else "no checkpoint was saved before"
 
 
 def _digest(tensor: torch.Tensor) -> str:

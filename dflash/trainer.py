@@ -34,8 +34,6 @@ __all__ = ["Job", "StepReport", "Trainer", "build", "steps", "torch_device", "tr
 _SETTLE_S = 5.0
 """How long a failed run waits for the threads of its other pairs before it saves what they have."""
 
-_GOES_ON = "the newest whole checkpoint is good; --resume latest goes on from it"
-
 
 def train(trainer: Trainer, stop: Stop, on_stuck: OnStuck | None = None) -> Iterator[StepReport]:
     """Steps to the end of the run, with checkpoints; the last one and the served drafter are written at the end.
@@ -217,7 +215,7 @@ class _Loop:
             try:
                 self._log.write(report.to_json())
             except TrainingStoppedError as error:
-                error.hint = self._saved(self._trainer.pair) or _GOES_ON
+                error.hint = self._saved(self._trainer.pair) or checkpoint.remains(self._trainer.job.output)
                 raise
         yield report
 
@@ -251,20 +249,23 @@ class _Loop:
         A pair that got through its update has a step more than the others, and it is a whole one: nobody updates before
         the gradients of all are there. With NCCL nothing is tried, as every GPU may wait for one that has left.
         """
+        job, said = self._trainer.job, None
+        if job.ranks.leads and (job.ranks.world == 1 or self._trainer.pair.device.type != "cuda"):
+            said = self._rescued()
+        failure.hint = "; ".join(filter(None, (failure.hint, said or checkpoint.remains(job.output))))
+
+    def _rescued(self) -> str | None:
         trainer = self._trainer
-        failure.hint = "; ".join(filter(None, (failure.hint, _GOES_ON)))
-        if not trainer.job.ranks.leads or (trainer.job.ranks.world > 1 and trainer.pair.device.type == "cuda"):
-            return
         ended = [pair for pair in self.crew.settle(_SETTLE_S) if pair not in self.crew.failed]
         steps_of = dict(zip(trainer.pairs, self._began, strict=True))
         made = {pair: self._from + pair.updates - steps_of[pair] for pair in ended}
         pair = max(ended, key=lambda pair: made[pair], default=None)
         if pair is None or not made[pair]:
-            return
+            return None
         if made[pair] > trainer.done:
             assert self._next is not None
             trainer.done, trainer.place = made[pair], self._next.after
-        failure.hint = failure.hint.replace(_GOES_ON, self._saved(pair) or _GOES_ON)
+        return self._saved(pair)
 
     def _saved(self, pair: Pair) -> str | None:
         """Saves what a pair holds, without asking other ranks, and says where it is; None if it cannot be saved."""

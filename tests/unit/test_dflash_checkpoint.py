@@ -100,3 +100,10 @@ def test_tensors_of_another_step_are_found(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is damaged"):
         checkpoint.load(one)
     assert load_file(two / "optimizer.safetensors")["x"] == 2.0
+
+
+def test_what_remains_of_a_run_is_said(tmp_path: Path) -> None:
+    assert checkpoint.remains(tmp_path) == "no checkpoint was saved before"
+    save(tmp_path, 1, 1.0)
+    newest = save(tmp_path, 2, 2.0)
+    assert checkpoint.remains(tmp_path) == f"--resume latest goes on from `{newest}`"
