@@ -91,11 +91,13 @@ def _pair(job: Job, number: int, there: torch.device, here: torch.device) -> Pai
     run, spec, dtype = job.run, job.spec, devices.DTYPES[job.spec.axes.dtype]
     if here.type == "cuda":
         torch.cuda.set_device(here)
-    model = target.load_target(spec.target, spec.drafter.target_layer_ids, there, dtype, seed=run.seed)
+    objective = Objective.of(run.loss)
+    layer_ids, whole = spec.drafter.target_layer_ids, objective.reads_target
+    model = target.load_target(spec.target, layer_ids, there, dtype, seed=run.seed, whole=whole)
     torch.manual_seed(run.seed)
     network = drafter.build(spec.drafter, spec.target.hidden_size, here, dtype)
     optimizer = Optimizer(network, run.optimizer, job.num_pairs)
-    return Pair(job.ranks.rank * len(run.pairs) + number, model, network, optimizer, Objective.of(run.loss))
+    return Pair(job.ranks.rank * len(run.pairs) + number, model, network, optimizer, objective)
 
 
 def _check_same(job: Job, source: data.Source, step: int) -> None:
