@@ -97,4 +97,4 @@ class InterruptedRunError(KernelbakeError):
 
     def __init__(self, number: int, saved: str) -> None:
         super().__init__(f"train: stopped by {signal.Signals(number).name}; {saved}")
-        self.exit_code = ExitCode.TERMINATED if number == signal.SIGTERM else ExitCode.INTERRUPTED
+        self.exit_code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED

@@ -22,9 +22,13 @@ class Stop:
         self.armed = False
 
     def install(self) -> None:
-        """Handles SIGINT and SIGTERM from now on; only the main thread may call this."""
+        """Handles SIGINT, SIGTERM and the SIGHUP of a lost terminal from now on; does so in the main thread only.
+
+        A SIGHUP that is ignored stays so: ``nohup`` means that the run goes on.
+        """
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
                 signal.signal(number, self._on)
 
     def _on(self, number: int, frame: FrameType | None) -> None:

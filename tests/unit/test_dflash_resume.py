@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,11 +237,21 @@ def test_a_signal_during_validation_ends_the_run_with_its_state(every: int | Non
     assert len(rest) == (2 if every else 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    """Signals as a program finds them that nobody started with ``nohup``; afterwards as they were."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_a_signal_while_a_checkpoint_is_written_lets_it_be_written(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     stop, wrote = Stop(), Path.write_text
 
     def interrupted(path: Path, *args: Any, **options: Any) -> int:
@@ -252,17 +262,22 @@ def test_a_signal_while_a_checkpoint_is_written_lets_it_be_written(
     monkeypatch.setattr(Path, "write_text", interrupted)
     made = trainer.build(job(tmp_path / "run", 10, steps=30, checkpoint_every=4))
     stop.install()
-    try:
-        with pytest.raises(InterruptedRunError) as caught:
-            list(trainer.train(made, stop))
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
-    assert caught.value.exit_code == 128 + number
+    with pytest.raises(InterruptedRunError, match=signal.Signals(number).name) as caught:
+        list(trainer.train(made, stop))
+    assert caught.value.exit_code == code
     saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
     assert saved[0] == "step-00000004"
     for name in saved:
         assert checkpoint.load(tmp_path / "run" / name)[0].step == int(name[-8:])
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = Stop()
+    stop.install()
+    signal.raise_signal(signal.SIGHUP)
+    assert stop.number is None
 
 
 def test_a_second_signal_while_a_checkpoint_is_written_leaves_the_old_one(tmp_path: Path) -> None:
