@@ -71,7 +71,7 @@ with joined() as ranks:
     try:
         ranks.together(lambda: None)
     except BuildError as error:
-        print(error.message)
+        print(error.message, flush=True)
         os._exit(error.exit_code)
 """
 
