@@ -22,6 +22,7 @@ from typing import Any
 
 import common
 import torch
+from common import say
 
 sys.path[:0] = [str(common.ROOT), str(common.ROOT / "tests" / "support")]
 
@@ -34,8 +35,6 @@ VOCABULARY, ROWS, HIDDEN, CHUNK_ROWS = 248_320, 8192, 5120, 1024
 WORKERS = 12
 AGREEMENT = 2e-2
 """Largest relative distance of the two sides' results: beyond, they do not compute the same."""
-
-_begin = time.perf_counter()
 
 
 def main() -> None:
@@ -52,11 +51,6 @@ def main() -> None:
     path = recorder.write()
     json.dump(recorder.figures, sys.stdout, indent=1)
     print(f"\n{path}")
-
-
-def say(text: str) -> None:
-    """A line of progress with the seconds since the start."""
-    print(f"{time.perf_counter() - _begin:6.1f} s  {text}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------- compilers and errors

@@ -15,6 +15,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 _DISTRIBUTIONS = {"torch": "torch", "triton": "triton", "fla": "fla-core", "transformers": "transformers"}
+
+
+_begin = time.perf_counter()
+
+
+def say(text: str) -> None:
+    """A line of progress with the seconds since the start."""
+    print(f"{time.perf_counter() - _begin:6.1f} s  {text}", flush=True)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -32,8 +32,9 @@ import common
 import main_job
 import timeline
 import trainers
+from common import say
 from timeline import Span
-from trainers import Child, say
+from trainers import Child
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 import statistics
 import sys
 import tempfile
@@ -29,7 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
-import main_job
+from common import say
+from trainers import bake
 
 if TYPE_CHECKING:
     from dflash.buckets import Batch
@@ -44,13 +44,6 @@ PROFILED_STEPS = 4
 PRODUCT = 8192
 """Rows, columns and depth of the matrix product that is the measure."""
 
-_begin = time.perf_counter()
-
-
-def say(text: str) -> None:
-    """A line of progress with the seconds since the start."""
-    print(f"{time.perf_counter() - _begin:6.1f} s  {text}", flush=True)
-
 
 def main() -> None:
     """Measures and writes; without ``--bundle`` one for these shapes is built first."""
@@ -61,22 +54,8 @@ def main() -> None:
     given = parser.parse_args()
     recorder = common.Recorder(given.name, __file__, given.commit, given.results)
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-        measure(given.bundle or build(Path(folder), given.manifest), recorder)
+        measure(given.bundle or bake(Path(folder), given.manifest, LENGTHS, None), recorder)
     print(recorder.write())
-
-
-def build(folder: Path, manifest: str) -> Path:
-    """A bundle for the lengths that are measured."""
-    from kernelbake import manifest as manifests
-
-    text = manifests.find(manifest).read_text()
-    text, changes = re.subn(r"(?m)^( *)buckets: \[[^]]*\]", rf"\1buckets: {list(LENGTHS)}", text)
-    if changes != 1:
-        sys.exit(f"memory: {changes} lines of `{manifest}` name buckets; wanted 1")
-    (folder / "manifest.yaml").write_text(text)
-    seconds, _ = main_job.must(folder, main_job.command("kernelbake", "build", "--manifest", "manifest.yaml"))
-    say(f"built a bundle in {seconds:.1f} s")
-    return folder / "bundle.tar"
 
 
 def measure(bundle: Path, recorder: common.Recorder) -> None:

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import common
 import trainers
-from trainers import Child, say
+from common import say
+from trainers import Child
 
 if TYPE_CHECKING:
     import torch

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import main_job
+from common import say
 
 if TYPE_CHECKING:
     from dflash import data, order
@@ -38,13 +39,6 @@ WATCHDOG_S = 300.0
 
 MEMORY_S = 30.0
 """How long a process waits for memory that one before it gives back."""
-
-_begin = time.perf_counter()
-
-
-def say(text: str) -> None:
-    """A line of progress with the seconds since the start."""
-    print(f"{time.perf_counter() - _begin:6.1f} s  {text}", flush=True)
 
 
 def bake(folder: Path, manifest: str, buckets: Sequence[int] | None, layers: int | None) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -46,10 +45,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "verses.jsonl"
-    rows = [" ".join(str(n * k) for n in range(1, 4 + k % 5))[:31] for k in range(1, 41)]
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return path
+    return stubpair.verses(tmp_path_factory.mktemp("data"))
 
 
 def job(output: Path, text: Path, *, buckets: tuple[int, ...] = (32,), **options: Any) -> Job:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import dflashspec
@@ -63,6 +65,14 @@ def pair(wanted: Spec | None = None, *, seed: int = 0, **settings: Any) -> Pair:
     network = drafter.build(wanted.drafter, wanted.target.hidden_size, CPU, torch.float32)
     settings = {"lr": 1e-3, "clip": 1e9, **settings}
     return Pair(0, TableTarget(wanted), network, Optimizer(network, OptimizerConfig(**settings)))  # type: ignore[arg-type]
+
+
+def verses(folder: Path) -> Path:
+    """Writes forty samples that do not change with Python, lines of numbers of several lengths, as JSONL."""
+    path = folder / "verses.jsonl"
+    rows = [" ".join(str(n * k) for n in range(1, 4 + k % 5))[:31] for k in range(1, 41)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
 
 
 def sample(length: int, index: int, *, supervised: int | None = None, epoch: int = 0) -> Sample:

@@ -28,10 +28,7 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "verses.jsonl"
-    rows = [" ".join(str(n * k) for n in range(1, 4 + k % 5))[:31] for k in range(1, 41)]
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return path
+    return stubpair.verses(tmp_path_factory.mktemp("data"))
 
 
 def torchrun(folder: Path, text: Path, *faults: str, world: int = 2) -> dict[str, Said]:
