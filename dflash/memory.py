@@ -57,8 +57,9 @@ def needs(spec: Spec, target_device: torch.device, drafter_device: torch.device)
     with torch.device("meta"), devices.default_dtype(dtype):
         network = drafter.Drafter(spec.drafter, spec.target.hidden_size)
     count = sum(parameter.numel() for parameter in network.parameters())
+    kept = None if _reads_target(spec) else max(spec.drafter.target_layer_ids) + 1
     found = [
-        Need(target_device, "the target's weights", target.parameter_bytes(spec.target, dtype)),
+        Need(target_device, "the target's weights", target.parameter_bytes(spec.target, dtype, kept)),
         Need(drafter_device, "the drafter's weights", count * dtype.itemsize),
         Need(drafter_device, OPTIMIZER, count * MASTER_BYTES),
     ]
@@ -66,6 +67,11 @@ def needs(spec: Spec, target_device: torch.device, drafter_device: torch.device)
         head = spec.target.vocab_size * spec.target.hidden_size * dtype.itemsize
         found.append(Need(drafter_device, "a copy of the target's head", head))
     return found
+
+
+def _reads_target(spec: Spec) -> bool:
+    """Whether the loss reads the target's last hidden state; a target that it does not ends behind its features."""
+    return recipe.KL in spec.loss.terms
 
 
 # ---------------------------------------------------------------------------------------------- a step
@@ -142,7 +148,7 @@ def _graph_bytes(footprints: Sequence[Footprint], spec: Spec) -> int:
     for footprint in footprints:
         shape = Shape.of(footprint.case)
         passes[shape.batch, shape.bucket] = _target_part(footprint, spec).changes
-    outputs = len(spec.drafter.target_layer_ids) + (recipe.KL in spec.loss.terms)
+    outputs = len(spec.drafter.target_layer_ids) + _reads_target(spec)
     return graphs.predicted_bytes(passes, outputs * spec.target.hidden_size, devices.DTYPES[spec.axes.dtype])
 
 

@@ -379,14 +379,20 @@ def _stop_convolution_at_documents(module: Any) -> None:
 # ---------------------------------------------------------------------------------------------- size
 
 
-def parameter_bytes(spec: TargetSpec, dtype: torch.dtype) -> int:
-    """Memory of the target's weights, from its shapes alone: one layer of each kind is laid out without memory."""
+def parameter_bytes(spec: TargetSpec, dtype: torch.dtype, num_layers: int | None = None) -> int:
+    """Memory of the target's weights, from its shapes alone: one layer of each kind is laid out without memory.
+
+    Args:
+        spec: the target.
+        dtype: of its weights.
+        num_layers: how many of its layers count, from the first; None: all.
+    """
     module = modeling(spec.architecture)
     with torch.device("meta"), devices.default_dtype(dtype):
         model = getattr(module, _CLASSES[spec.architecture][1])(model_config(representative(spec)))
     linear, attention = (_bytes(layer) for layer in model.model.layers)
     total = _bytes(model) - linear - attention
-    for kind in spec.layer_types:
+    for kind in spec.layer_types[:num_layers]:
         total += linear if kind == "linear_attention" else attention
     return total
 

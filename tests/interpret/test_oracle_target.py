@@ -243,6 +243,19 @@ def test_a_run_that_does_not_fit_lists_every_part(monkeypatch: pytest.MonkeyPatc
     memory.check(apart)
 
 
+@pytest.mark.parametrize(("terms", "dropped"), [(["ce"], 2), (["kl"], 0)])
+def test_what_the_target_holds_is_predicted_of_the_layers_that_training_keeps(terms: list[str], dropped: int) -> None:
+    """Layers behind the last whose output is read are dropped, unless the loss reads the last hidden state."""
+    section = copy.deepcopy(dflashspec.TINY)
+    section["target"] |= {"num_layers": 4, "full_attention_interval": 2}
+    section["drafter"]["target_layer_ids"] = [0, 1]
+    whole = Spec.parse({**section, "loss": {"terms": terms}})
+    ids = whole.drafter.target_layer_ids
+    made = target.load_target(whole.target, ids, CPU, torch.float32, seed=0, whole=not dropped)
+    assert len(made.model.model.layers) == 4 - dropped
+    assert memory.needs(whole, CPU, CPU)[0].num_bytes == made.num_parameters * 4
+
+
 def test_a_target_that_does_not_fit_is_refused_with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = target.parameter_bytes(spec(), torch.float32)
     monkeypatch.setattr(target.devices, "free_bytes", lambda device: 1000)
