@@ -66,7 +66,7 @@ class Clock:
         self._devices = (target_device, drafter_device)
         self._step: list[_Span] = []
         self._waiting: collections.deque[list[_Span]] = collections.deque()
-        self._spare: list[torch.cuda.Event] = []
+        self._spare: dict[torch.device, list[torch.cuda.Event]] = {device: [] for device in self._devices}
         self._first: tuple[dict[str, Times], float] | None = None
 
     def starts(self) -> None:
@@ -99,7 +99,8 @@ class Clock:
     def _mark(self, device: torch.device) -> Any:
         if device.type != "cuda":
             return time.perf_counter()
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        spare = self._spare[device]  # an event stays with the device on which it was first recorded
+        event = spare.pop() if spare else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
@@ -114,7 +115,8 @@ class Clock:
             here = [span for span in spans if span.device == self._devices[1]]
             busy = sum(_seconds(span.begin, span.end) for span in here)
             idle = max(_seconds(here[0].begin, here[-1].end) - busy, 0.0)
-            self._spare += [mark for span in spans for mark in (span.begin, span.end) if not isinstance(mark, float)]
+            for span in spans:
+                self._spare[span.device] += [mark for mark in (span.begin, span.end) if not isinstance(mark, float)]
             if self._first is None:
                 self._first = (parts, idle)
                 continue

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import numpy as np
 import pairsrun
 import pytest
 import torch
+from filelock import FileLock
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one GPU here; this takes two")
@@ -29,8 +32,21 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def baked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bundle for this GPU: the demonstration's models, padded and packed."""
-    folder = tmp_path_factory.mktemp("baked")
+    """A folder with a bundle for this GPU: the demonstration's models, padded and packed.
+
+    Workers of pytest-xdist share it: one of them builds, the others wait.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return _bake(tmp_path_factory.mktemp("baked"))
+    folder = tmp_path_factory.getbasetemp().parent / "baked"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "bundle.tar").exists():
+            folder.mkdir(exist_ok=True)
+            _bake(folder)
+    return folder
+
+
+def _bake(folder: Path) -> Path:
     text = (resources.files("kernelbake.manifests") / "demo-sm90.yaml").read_text()
     for pattern, new in (
         (r"(?m)^(  profile:) .*$", r"\1 running"),
@@ -198,14 +214,22 @@ def test_packed_features_are_those_of_each_document_alone() -> None:
         for n, length in enumerate(lengths)
     ]
     drafting = Drafting(4, 256)
-    packed = model.features(assemble([samples], Shape(512, 4, 1, "packed", "bfloat16"), drafting, 0).on(device))
-    begin = 0
+    batch = assemble([samples], Shape(512, 4, 1, "packed", "bfloat16"), drafting, 0).on(device)
+    packed = model.features(batch)
+    joined = model.features(dataclasses.replace(batch, doc_ids_BS=None, cu_seqlens_D=None))
+    begin, mixed = 0, []
     for item, length in zip(samples, lengths, strict=True):
         alone = assemble([[item]], Shape(512, 4, 1, "padded", "bfloat16"), drafting, 0).on(device)
         wanted = model.features(alone)[:, :length].float()
-        found = packed[:, begin : begin + length].float()
-        assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+        own = slice(begin, begin + length)
+        assert difference(packed[:, own], wanted) <= 3e-2  # bf16, and products of other sizes
+        mixed.append(difference(joined[:, own], wanted))
         begin += length
+    assert min(mixed[1:]) > 0.1, "documents that see the one before differ by more"
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
 
 
 def test_a_target_that_does_not_fit_is_refused_before_it_is_made(baked: Path) -> None:
@@ -216,8 +240,6 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_made(baked: Path) ->
     from kernelbake.errors import InputError
 
     wanted = Spec.parse(manifest.load(manifest.find("sm90.yaml")).section).target
-    import dataclasses
-
     huge = dataclasses.replace(wanted, model="random", num_layers=1024)
     before = torch.cuda.memory_allocated()
     with pytest.raises(InputError, match=r"its weights take [\d,]+ bytes .* has [\d,]+ bytes .* free"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -64,31 +65,35 @@ def test_what_is_done_between_steps_is_not_counted(seconds: Any) -> None:
 
 
 class Event:
-    """An event of a device that has not come to it yet."""
+    """An event of a device that has not come to it yet; like CUDA's, it belongs to the device that first records it."""
 
     device_now = 0.0
+    moments: Iterator[float] = iter(())
 
-    def __init__(self) -> None:
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
         self.at = 0.0
+        self.device: torch.device | None = None
+
+    def record(self, stream: torch.device) -> None:
+        assert self.device in (None, stream)
+        self.device, self.at = stream, next(Event.moments)
 
     def query(self) -> bool:
         return self.at <= Event.device_now
 
     def elapsed_time(self, other: Event) -> float:
+        assert other.device == self.device
         return (other.at - self.at) * 1e3
 
 
 def test_events_are_read_when_their_device_has_passed_them(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
     """The host launches at once; the drafter's device waits two seconds for the target's."""
+    moments = itertools.chain(*[(base, base + 3, base + 5, base + 9) for base in (0.0, 20.0, 40.0)])
     monkeypatch.setattr(Event, "device_now", 0.0)
-    moments = itertools.chain(*[(base, base + 3, base + 5, base + 9) for base in (0.0, 20.0)])
-
-    def mark(self: Clock, device: torch.device) -> Event:
-        event = self._spare.pop() if self._spare else Event()
-        event.at = next(moments)
-        return event
-
-    monkeypatch.setattr(Clock, "_mark", mark)
+    monkeypatch.setattr(Event, "moments", moments)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     clock = Clock(torch.device("cuda", 0), torch.device("cuda", 1))
     clock._first = ({}, 0.0)
     step(clock, seconds, target=0.0, drafter=0.0)
@@ -98,7 +103,9 @@ def test_events_are_read_when_their_device_has_passed_them(monkeypatch: pytest.M
     step(clock, seconds, target=0.0, drafter=0.0)
     assert clock.num_steps == 1
     assert {part: times.device for part, times in clock.parts.items()} == {"target": 3.0, "drafter": 4.0}
-    assert len(clock._spare) == 4
+    step(clock, seconds, target=0.0, drafter=0.0)  # with the events of the first step, each on its own device
+    assert [len(spare) for spare in clock._spare.values()] == [0, 0]
+    assert next(moments, None) is None
 
 
 def test_waits_for_batches_and_the_rest_are_the_hosts(seconds: Any) -> None:
