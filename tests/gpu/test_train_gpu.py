@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import numpy as np
 import pairsrun
 import pytest
 import torch
-from filelock import FileLock
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="one GPU here; this takes two")
@@ -32,21 +30,8 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def baked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bundle for this GPU: the demonstration's models, padded and packed.
-
-    Workers of pytest-xdist share it: one of them builds, the others wait.
-    """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return _bake(tmp_path_factory.mktemp("baked"))
-    folder = tmp_path_factory.getbasetemp().parent / "baked"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "bundle.tar").exists():
-            folder.mkdir(exist_ok=True)
-            _bake(folder)
-    return folder
-
-
-def _bake(folder: Path) -> Path:
+    """A folder with a bundle for this GPU: the demonstration's models, padded and packed."""
+    folder = tmp_path_factory.mktemp("baked")
     text = (resources.files("kernelbake.manifests") / "demo-sm90.yaml").read_text()
     for pattern, new in (
         (r"(?m)^(  profile:) .*$", r"\1 running"),
