@@ -134,6 +134,8 @@ def train(
         found = here.together(lambda: _preflight(plan) if wanted else None)
         with render.doing("start without a frozen cache" if stock else "freeze"):
             started = stack.enter_context(launch.started(plan, stock=stock))
+        for text in started.notes():
+            render.note(text)
         recorded = stack.enter_context(launch.recording(found)) if record and found is not None else None
         footprints = here.gather(() if stock or found is None else found.footprints)[0]
         _train(plan, started, stop, footprints, _Asked(here, profile, profile_trace, recorded))

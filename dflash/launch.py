@@ -188,6 +188,12 @@ class Started:
     proof: Proof
     sinks: tuple[tracking.Sink, ...] = ()
 
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of the freeze: the bundle that all pairs launch from, and what it overrules."""
+        if self.frozen is None:
+            return ()
+        return (f"freeze: bundle `{self.frozen.name}`, {self.frozen.digest}", *self.frozen.notes)
+
 
 @contextlib.contextmanager
 def started(plan: Plan, *, stock: bool) -> Iterator[Started]:

@@ -20,9 +20,9 @@ ENV = {name: value for name, value in os.environ.items() if name not in ("TRITON
 ENV["HF_HUB_OFFLINE"] = "1"
 
 
-def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, check=False)
+def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "-m", *arguments], {**ENV, **variables}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,18 @@ def baked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_covered_run_trains_without_any_work_at_run_time(baked: Path) -> None:
-    """Its bucket is not in the manifest; every launch of it is in the bundle all the same, and the run says so."""
+    """Its bucket is not in the manifest; every launch of it is in the bundle all the same, and the run says so.
+
+    It says, too, which bundle all pairs launch from, and that another library's lookup of configs is overruled.
+    """
     options = ("--frozen-cache", "bundle.tar", "--buckets", "64", "--steps", "3", "--output", "run")
     watched = ("--record", "--profile", "--profile-trace", "run/trace.json", "--tensorboard")
-    done = run("dflash", "train", *options, *watched, folder=baked)
+    done = run("dflash", "train", *options, *watched, folder=baked, FLA_CACHE_MODE="full")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "run/drafter"
     assert "case bucket=64 anchors=4 batch=1 layout=padded dtype=float32 is not named" in done.stderr
     summary = json.loads((baked / "run" / "summary.json").read_text())
+    assert f"freeze: bundle `tiny`, {summary['bundle']}\n`FLA_CACHE_MODE=full` has no effect: every" in done.stderr
     assert summary["steps"] == 3
     assert summary["frozen"]["hits"] > 20
     assert summary["frozen"]["misses"] == summary["frozen"]["refusals"] == 0
