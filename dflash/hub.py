@@ -70,6 +70,13 @@ def target_spec(model: str, config: Mapping[str, Any], *, frozen: bool) -> Targe
     if kind not in ARCHITECTURES:
         known = ", ".join(f"`{name}`" for name in ARCHITECTURES)
         raise InputError(f"target: `{model}` has the model type `{kind}`; wanted one of {known}")
+    for part in (config, text):
+        if (quantized := part.get("quantization_config")) is not None:
+            method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+            raise InputError(
+                f"target: the weights of `{model}` are quantized (`{method}`); wanted weights in bfloat16 or float32",
+                hint="name the model that it was made from: kernels of quantized layers are in no plan and no bundle",
+            )
     rope = {**text, **(text.get("rope_parameters") or {})}
     data = {
         "model": model,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ _CLASSES = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
 }
+
+_LAYER = re.compile(r"model\.(language_model\.)?layers\.")
+"""How the names of a decoder layer's weights begin, in a text model's files and in those of a multimodal one."""
 
 
 class Target:
@@ -290,17 +294,43 @@ def _stored_target(spec: TargetSpec, layer_ids: tuple[int, ...], device: torch.d
     cls = getattr(modeling(spec.architecture), _CLASSES[spec.architecture][1])
     direct = device.type == "cuda" and is_accelerate_available()
     options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # told below, with all that does not fit
     try:
         model, info = cls.from_pretrained(
             spec.model, **options, **({"device_map": {"": device}} if direct else {}), local_files_only=_is_local(spec)
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()
         raise InputError(f"target: `{spec.model}` cannot be loaded; {hub.CHOICES}", reasons=reason[:20]) from error
-    if info["missing_keys"]:
-        lacking = sorted(info["missing_keys"])
-        raise InputError(f"target: the files of `{spec.model}` lack {len(lacking)} weights", reasons=lacking)
+    _check_filled(spec.model, info)
     return Target(model.to(device), layer_ids, spec.model, frozen=spec.frozen)
+
+
+def _check_filled(model: str, info: Mapping[str, Any]) -> None:
+    """Refuses a target that would compute with other weights than its files hold.
+
+    A weight of a decoder layer that the configuration has no place for counts, too: of a layer more than it names, or
+    the scales of weights that were quantized. Parts that are not run (vision, prediction of several tokens) do not.
+
+    Args:
+        model: its name, for messages.
+        info: what transformers says about the loading.
+
+    Raises:
+        InputError: weights are missing, of another shape or without a place; all of them are listed.
+    """
+    lacking, reshaped = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    homeless = sorted(name for name in info["unexpected_keys"] if _LAYER.match(name))
+    counts = ((lacking, "missing"), (reshaped, "of another shape"), (homeless, "without a place in the model"))
+    if found := [f"{len(names)} {what}" for names, what in counts if names]:
+        raise InputError(
+            f"target: the weights in the files of `{model}` are not those of its `config.json`: {', '.join(found)}",
+            reasons=[
+                *(f"`{name}` is missing" for name in lacking),
+                *(f"`{name}` has shape {tuple(there)}; wanted {tuple(here)}" for name, there, here in reshaped),
+                *(f"`{name}` has no place in the model" for name in homeless),
+            ],
+        )
 
 
 def _is_local(spec: TargetSpec) -> bool:

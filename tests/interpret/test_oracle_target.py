@@ -178,9 +178,59 @@ def test_a_tied_head_that_is_not_in_the_file_is_the_embedding(tmp_path: Path) ->
 def test_a_missing_weight_is_refused_by_name(tmp_path: Path, lacking: str) -> None:
     saved(tmp_path, spec())
     rewrite(tmp_path, drop=lacking)
-    with pytest.raises(InputError, match="lack 1 weights") as caught:
+    with pytest.raises(InputError, match="not those of its `config.json`: 1 missing") as caught:
         load(tmp_path)
-    assert caught.value.reasons == (lacking,)
+    assert caught.value.reasons == (f"`{lacking}` is missing",)
+
+
+def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
+    """Beside a missing one: another vocabulary, a layer too many, the scale of weights that were quantized."""
+    saved(tmp_path, spec())
+    rewrite(tmp_path, drop="model.norm.weight")
+    path = tmp_path / "model.safetensors"
+    more = {
+        "lm_head.weight": torch.zeros(100, 64),
+        "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1),
+        "model.layers.2.mlp.up_proj.weight": torch.zeros(64, 64),
+        "mtp.fc.weight": torch.zeros(64, 64),
+    }
+    save_file({**load_file(path), **more}, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="1 missing, 1 of another shape, 2 without a place in the model") as caught:
+        load(tmp_path)
+    assert caught.value.reasons == (
+        "`model.norm.weight` is missing",
+        "`lm_head.weight` has shape (100, 64); wanted (264, 64)",
+        "`model.layers.0.mlp.up_proj.weight_scale_inv` has no place in the model",
+        "`model.layers.2.mlp.up_proj.weight` has no place in the model",
+    )
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5_moe"])
+def test_experts_come_from_the_files(tmp_path: Path, architecture: str) -> None:
+    """Files hold them one by one, transformers all in one tensor: none is missing and none without a place."""
+    section = copy.deepcopy(dflashspec.TINY)
+    section["target"] |= {
+        "architecture": architecture,
+        "experts": {"num": 4, "per_token": 2, "intermediate_size": 16, "shared_intermediate_size": 16},
+    }
+    wanted = Spec.parse(section).target
+    made = target.random_target(wanted, (0, 1), CPU, torch.float32, seed=7)
+    made._model.save_pretrained(tmp_path)
+    loaded = target.load_target(hub.resolve(str(tmp_path), wanted), (0, 1), CPU, torch.float32, seed=0)
+    padded = batch([20], 32, "padded")
+    assert torch.equal(loaded.features(padded), made.features(padded))
+
+
+@pytest.mark.parametrize("part", ["config", "text_config"])
+def test_a_quantized_target_is_refused_before_anything_is_loaded(tmp_path: Path, part: str) -> None:
+    """Its layers are other modules with kernels of their own, of which neither plan nor memory prediction knows."""
+    saved(tmp_path, spec())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    whole = config if part == "config" else {"model_type": "qwen3_5", "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(InputError, match="are quantized \\(`fp8`\\); wanted weights in bfloat16 or float32"):
+        hub.resolve(str(tmp_path), spec())
 
 
 def test_the_text_part_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path) -> None:
