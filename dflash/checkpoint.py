@@ -208,11 +208,12 @@ def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
         state, tensors = _state(folder), load_file(folder / _TENSORS)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise InputError(f"resume: `{folder}` is broken ({error}); wanted a complete checkpoint") from error
-    said = state.digests if state.digests is not None else {name: _digest(tensor) for name, tensor in tensors.items()}
-    damaged = [f"`{name}`" for name, digest in said.items() if name in tensors and _digest(tensors[name]) != digest]
+    made = {name: _digest(tensor) for name, tensor in tensors.items()}
+    said = made if state.digests is None else state.digests
+    damaged = [f"`{name}`" for name, digest in made.items() if said.get(name) != digest]
     if damaged:
         raise InputError(
-            f"resume: `{folder}` is damaged: {len(damaged)} of {len(said)} tensors are not what was saved",
+            f"resume: `{folder}` is damaged: {len(damaged)} of {len(made)} tensors are not what was saved",
             reasons=damaged,
             hint="another checkpoint of the run may be whole: --resume FOLDER",
         )

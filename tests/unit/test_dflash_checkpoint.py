@@ -1,6 +1,6 @@
 """Checkpoints on disk: a run killed at any moment of a replacement leaves one that is found, and none is lost later."""
 
-from __future__ import annotations
+from __future__ import json
 
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,19 @@ def test_tensors_of_another_step_are_found(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is damaged"):
         checkpoint.load(one)
     assert load_file(two / "optimizer.safetensors")["x"] == 2.0
+
+
+def test_a_tensor_of_which_nothing_is_said_is_found(tmp_path: Path) -> None:
+    """Only a checkpoint of an older release has no digest at all."""
+    folder = checkpoint.save(
+        tmp_path, checkpoint.State(1, 5, LOADER, {}, {}, None), {"a": torch.ones(2), "b": torch.ones(3)}
+    )
+    state = json.loads((folder / "state.json").read_text())
+    del state["digests"]["b"]
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(InputError, match=r"is damaged: 1 of 2 tensors") as caught:
+        checkpoint.load(folder)
+    assert caught.value.reasons == ("`b`",)
 
 
 def test_what_remains_of_a_run_is_said(tmp_path: Path) -> None:
