@@ -1,7 +1,8 @@
 """Checkpoints on disk: a run killed at any moment of a replacement leaves one that is found, and none is lost later."""
 
-from __future__ import json
+from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
