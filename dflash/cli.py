@@ -131,7 +131,8 @@ def train(
         stack.enter_context(ranks.joined(here))
         here.together(lambda: _hold(stack, plan.run) if here.leads else None)
         wanted = record or (not stock and here.local_rank == 0)  # one for all ranks of a host
-        found = here.together(lambda: _preflight(plan) if wanted else None)
+        with launch.importing(plan):
+            found = here.together(lambda: _preflight(plan) if wanted else None)
         with render.doing("start without a frozen cache" if stock else "freeze"):
             started = stack.enter_context(launch.started(plan, stock=stock))
         for text in started.notes():

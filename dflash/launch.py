@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import importlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from kernelbake.freeze import Frozen
 
 OnProgress = Callable[[int, int, str], None]
+
+_IMPORTED = ("dflash.trainer", "dflash.attention.kernels", "kernelbake.dispatch", "kernelbake.freeze")
+"""Beside the target's modeling, which imports the kernels of Gated DeltaNet: what takes long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +110,31 @@ def placed(run: RunConfig, ranks: Ranks) -> RunConfig:
             hint="--nproc-per-node sets the processes; without torchrun one process has all pairs as threads",
         )
     return dataclasses.replace(run, devices=(pairs[ranks.local_rank],), dp_pairs=None)
+
+
+@contextlib.contextmanager
+def importing(plan: Plan) -> Iterator[None]:
+    """Imports what the run needs while the block waits for the preflight, whose process imports the same.
+
+    The block ends when all is there, so that no thread is left when the process is frozen. What cannot be imported says
+    so when its turn comes.
+    """
+    _settle_environment(plan)
+    thread = threading.Thread(target=_import_all, args=(plan.spec.target.architecture,), name="imports", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _import_all(architecture: str) -> None:
+    with contextlib.suppress(Exception):
+        from dflash import devices
+
+        with devices.importing_fla():
+            for module in (f"transformers.models.{architecture}.modeling_{architecture}", *_IMPORTED):
+                importlib.import_module(module)
 
 
 def check(plan: Plan, on_progress: OnProgress) -> Preflight:
@@ -207,9 +237,7 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
         BundleError, MisfitError: as ``kernelbake.freeze.freeze``.
         InputError: someone who is to be told cannot be.
     """
-    if plan.interpreted:
-        os.environ["TRITON_INTERPRET"] = "1"
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _settle_environment(plan)
     from dflash import devices, proof
 
     assert plan.run.bundle is not None
@@ -230,6 +258,13 @@ def started(plan: Plan, *, stock: bool) -> Iterator[Started]:
 
         logging.set_verbosity_error()  # what matters of its warnings is an error of ours, or stands in the bundle
         yield Started(frozen, proof.start(), sinks)
+
+
+def _settle_environment(plan: Plan) -> None:
+    """What has to be so before Triton and torch are imported."""
+    if plan.interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _check_same_bundle(plan: Plan, digest: str) -> None:

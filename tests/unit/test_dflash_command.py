@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +118,28 @@ def test_a_signal_while_the_bundle_is_read_ends_the_command_with_its_code(
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_imports_run_beside_the_preflight_and_are_over_before_the_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails is told by whoever needs it: here nobody does."""
+    from dflash import launch
+
+    plan = SimpleNamespace(interpreted=False, spec=SimpleNamespace(target=SimpleNamespace(architecture="qwen3_5")))
+    began, may_end, over = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(module: str) -> None:
+        began.set()
+        may_end.wait(30)
+        over.set()
+        raise ImportError(module)
+
+    monkeypatch.setattr(importlib, "import_module", slow)
+    with launch.importing(plan):  # type: ignore[arg-type]
+        assert began.wait(30)
+        assert not over.is_set()
+        may_end.set()
+    assert over.is_set()
+    assert "imports" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_second_sigterm_ends_a_command_at_once() -> None:
