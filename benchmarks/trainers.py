@@ -349,7 +349,7 @@ def profiled(trainer: Trainer) -> Profile:
 
     trainer.profiler = profiler = Profiler(trainer.pairs)
     try:
-        return profiler.profile(block(trainer))
+        return profiler.profile([report.seconds for report in block(trainer)])
     finally:
         for pair in trainer.pairs:
             pair.clock = None

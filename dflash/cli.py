@@ -23,7 +23,8 @@ from kernelbake.errors import InputError, KernelbakeError
 
 if TYPE_CHECKING:
     from dflash.launch import Plan, Recorded, Started
-    from dflash.trainer import StepReport, Trainer
+    from dflash.reports import Made
+    from dflash.trainer import Trainer
     from kernelbake.preflight import Preflight
     from kernelbake.workload import Footprint
 
@@ -181,7 +182,7 @@ def _preflight(plan: Plan) -> Preflight:
 
 
 def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint, ...], asked: _Asked) -> None:
-    from dflash import profiling, trainer
+    from dflash import profiling, reports, trainer
 
     bundle = plan.held.digest if started.frozen else None
     job = trainer.Job(plan.run, plan.spec, bundle, plan.interpreted, footprints, asked.ranks)
@@ -191,17 +192,17 @@ def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint
         render.note(text)
     made.sinks = started.sinks
     made.profiler = profiling.Profiler(made.pairs) if asked.profile else None
-    reports: list[trainer.StepReport] = []
+    made_steps = reports.Made()
     try:
         with render.training(plan.run.steps) as show, profiling.traced(asked.trace, plan.run.steps) as traced:
             for report in trainer.train(made, stop, _end_at_once):
-                reports.append(report)
+                made_steps.add(report)
                 show(report)
                 traced()
     except BaseException:
-        _sum_up(made, started, reports, asked, stopped=True)
+        _sum_up(made, started, made_steps, asked, stopped=True)
         raise
-    _sum_up(made, started, reports, asked, stopped=False)
+    _sum_up(made, started, made_steps, asked, stopped=False)
     if made.validation is not None:
         render.note(made.validation.line())
     if asked.ranks.leads:
@@ -215,7 +216,7 @@ def _end_at_once(error: KernelbakeError) -> None:
     os._exit(error.exit_code)
 
 
-def _sum_up(made: Trainer, started: Started, reports: list[StepReport], asked: _Asked, *, stopped: bool) -> None:
+def _sum_up(made: Trainer, started: Started, made_steps: Made, asked: _Asked, *, stopped: bool) -> None:
     """Writes the summary and the counts; what stopped the run is worth more than a summary that cannot be written.
 
     Raises:
@@ -228,7 +229,9 @@ def _sum_up(made: Trainer, started: Started, reports: list[StepReport], asked: _
     for text in (*started.proof.lines(), *(peak.line() for peak in peaks if peak.measured_bytes is not None)):
         render.note(text)
     profile = (
-        made.profiler.profile(reports) if made.profiler is not None and not stopped and asked.ranks.leads else None
+        made.profiler.profile(made_steps.seconds)
+        if made.profiler is not None and not stopped and asked.ranks.leads
+        else None
     )
     if profile is not None:
         render.profile(profile)
@@ -241,7 +244,7 @@ def _sum_up(made: Trainer, started: Started, reports: list[StepReport], asked: _
     }
     try:
         if asked.ranks.leads:
-            launch.write_summary(made.job.output, started, reports, peaks, **more)
+            launch.write_summary(made.job.output, started, made_steps.losses, peaks, **more)
         if recorded is not None and not stopped:
             recorded.check()
     except errors.TrainingStoppedError as error:

@@ -331,14 +331,14 @@ def recording(found: Preflight) -> Iterator[Callable[[], Recorded]]:
 
 
 def write_summary(
-    output: Path, started_: Started, reports: list[Any], peaks: Sequence[Any] = (), **more: dict[str, Any] | None
+    output: Path, started_: Started, losses: Sequence[float], peaks: Sequence[Any] = (), **more: dict[str, Any] | None
 ) -> None:
     """Writes ``summary.json``: what a run came to, also when it was stopped.
 
     Args:
         output: the run's folder.
         started_: its process.
-        reports: of its steps.
+        losses: of its steps.
         peaks: memory of each device, predicted and measured.
         more: what else was asked for: ``profile``, ``recorded``; None was not.
 
@@ -350,8 +350,8 @@ def write_summary(
         "bundle": started_.frozen.digest if started_.frozen is not None else None,
         "frozen": counters,
         "proof": dataclasses.asdict(started_.proof),
-        "steps": len(reports),
-        "losses": [report.loss for report in reports],
+        "steps": len(losses),
+        "losses": list(losses),
         "memory": [dataclasses.asdict(peak) for peak in peaks],
         **{name: value for name, value in more.items() if value is not None},
     }

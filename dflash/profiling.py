@@ -7,13 +7,14 @@ does not wait for, launches the same kernels and has the same numbers.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -181,13 +182,6 @@ class Profile:
         return {**dataclasses.asdict(self), "pairs": pairs}
 
 
-class Report(Protocol):
-    """What is used of a step's report."""
-
-    @property
-    def seconds(self) -> float: ...
-
-
 class Profiler:
     """Puts a clock into every pair.
 
@@ -196,7 +190,7 @@ class Profiler:
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._waits: list[float] = []
+        self._waits = array.array("d")
         self._clocks: dict[int, Clock] = {}
         for pair in pairs:
             pair.clock = self._clocks[pair.number] = Clock(pair.target.device, pair.device)
@@ -212,17 +206,17 @@ class Profiler:
             self._waits.append(time.perf_counter() - begin)
             yield batch
 
-    def profile(self, reports: Sequence[Report]) -> Profile:
-        """What was measured, with how long the steps took; waits for the devices."""
+    def profile(self, seconds: Sequence[float]) -> Profile:
+        """What was measured, beside how long each step took; waits for the devices."""
         made = []
         for number, clock in self._clocks.items():
             clock.finish()
             scale = 1e3 / max(clock.num_steps, 1)
             parts = {part: (times.device * scale, times.host * scale) for part, times in clock.parts.items()}
             made.append(PairProfile(number, clock.num_steps, parts, clock.idle * scale))
-        counted = [report.seconds for report in reports[1:] or reports]
-        each = len(self._waits) // max(len(reports), 1)
-        waits = self._waits[each:] if len(reports) > 1 else self._waits
+        counted = seconds[1:] or seconds
+        each = len(self._waits) // max(len(seconds), 1)
+        waits = self._waits[each:] if len(seconds) > 1 else self._waits
         scale = 1e3 / max(len(counted), 1)
         step, data = sum(counted) * scale, sum(waits) * scale
         launching = max((sum(host for _, host in pair.parts.values()) for pair in made), default=0.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ import pytest
 
 from dflash import config, launch
 from dflash.errors import TrainingStoppedError
+from dflash.metrics import Scores
 from dflash.proof import Proof
+from dflash.reports import Log, Made, StepReport
 from kernelbake.errors import BundleError, ExitCode, InputError, LockedError
 
 HOLD = (
@@ -72,8 +76,7 @@ def test_a_bundle_that_was_replaced_while_the_run_started_is_refused() -> None:
 
 
 def summed_up(output: Path) -> None:
-    report = SimpleNamespace(loss=0.5)
-    launch.write_summary(output, launch.Started(None, Proof()), [report])
+    launch.write_summary(output, launch.Started(None, Proof()), [0.5])
 
 
 def test_a_summary_is_whole_or_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +90,44 @@ def test_a_summary_is_whole_or_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(TrainingStoppedError, match="No space left on device"):
         summed_up(tmp_path)
     assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_a_run_keeps_a_few_bytes_of_a_step(tmp_path: Path) -> None:
+    """A report has more than a kilobyte, and a run may make millions of steps."""
+    made, count = Made(), 20_000
+    gc.collect()
+    tracemalloc.start()
+    for number in range(count):
+        made.add(
+            StepReport(
+                step=number,
+                steps=count,
+                loss=number / 7,
+                norm=number / 3,
+                lr=number / 11,
+                scores=Scores.of([float(number + place) for place in range(1, 33)]),
+                shapes=(),
+                num_tokens=number,
+                seconds=number / 13,
+                epoch=number / 17,
+                peak_bytes=None,
+            )
+        )
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 40 * count
+    launch.write_summary(tmp_path, launch.Started(None, Proof()), made.losses)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert (written["steps"], written["losses"]) == (count, [number / 7 for number in range(count)])
+
+
+def test_a_long_log_is_shortened_line_by_line(tmp_path: Path) -> None:
+    path, lines = tmp_path / "metrics.jsonl", [json.dumps({"step": step, "x": "y" * 900}) for step in range(1, 8001)]
+    path.write_text("\n".join(lines) + "\n" + '{"step": 3')
+    tracemalloc.start()
+    Log(tmp_path).go_on_from(7000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 4
+    assert path.read_text().splitlines() == lines[:7000]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]

@@ -122,8 +122,7 @@ def test_waits_for_batches_and_the_rest_are_the_hosts(seconds: Any) -> None:
         assert pair.clock is not None
         next(batches), next(batches)
         step(pair.clock, seconds, target=5.0)
-    reports = [types.SimpleNamespace(seconds=100.0), types.SimpleNamespace(seconds=8.0)]
-    found = profiler.profile(reports)
+    found = profiler.profile([100.0, 8.0])
     assert (found.step_ms, found.data_ms, found.rest_ms) == (8000.0, 2000.0, 1000.0)
     assert found.pairs[0].pair == 3
     assert found.pairs[0].parts == {"target": (5000.0, 5000.0)}

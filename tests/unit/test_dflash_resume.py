@@ -126,7 +126,7 @@ def test_a_watched_run_has_the_numbers_of_one_that_is_not(tmp_path: Path) -> Non
     assert [report.loss for report in watched] == [report.loss for report in plain]
     logged = (tmp_path / "watched" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(json.dumps(told)) == [json.loads(line) for line in logged]
-    found = made.profiler.profile(watched)
+    found = made.profiler.profile([report.seconds for report in watched])
     assert [pair.pair for pair in found.pairs] == [0, 1]
     for pair in found.pairs:
         assert pair.steps == 3
