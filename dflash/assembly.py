@@ -120,7 +120,10 @@ def _check_same(job: Job, source: data.Source, step: int) -> None:
 def _flat(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{path}{name}.")
+        else:  # a checkpoint's JSON has lists where a run has tuples
+            found[f"{path}{name}"] = list(value) if isinstance(value, tuple) else value
     return found
 
 

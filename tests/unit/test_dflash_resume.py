@@ -171,10 +171,12 @@ def test_other_samples_under_the_same_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_says_what_it_does_otherwise_and_has_steps_left(tmp_path: Path) -> None:
-    steps(job(tmp_path / "run", 10, steps=3))
-    same = trainer.build(job(tmp_path / "run", 10, steps=3, resume="latest", watchdog_seconds=5))
+    buckets = {"batch.buckets": [32]}  # a list in the checkpoint, too, and a tuple in the run
+    steps(job(tmp_path / "run", 10, steps=3, **buckets))
+    same = trainer.build(job(tmp_path / "run", 10, steps=3, resume="latest", watchdog_seconds=5, **buckets))
     assert not any(note.startswith("resume: ") for note in same.notes)
-    other = trainer.build(job(tmp_path / "run", 10, steps=4, resume="latest", **{"loss.weights": "d-pace"}))
+    options = {"loss.weights": "d-pace", **buckets}
+    other = trainer.build(job(tmp_path / "run", 10, steps=4, resume="latest", **options))
     [note] = [note for note in other.notes if note.startswith("resume: ")]
     told = ("steps `3`, now `4`", "loss.weights `decay`, now `d-pace`", "loss.alpha `None`, now `0.5`")
     assert note == f"resume: not the run that it was: {'; '.join(told)}"
