@@ -109,7 +109,9 @@ def _kind(source: str) -> Callable[[str], Rows]:
     if is_file:
         return _json_rows
     if _HUB.fullmatch(source) is None or path.suffix in (".json", ".jsonl", ".ndjson"):
-        raise DataError(f"data: `{source}` is no file and no Hub id; wanted a JSONL or parquet file, or `owner/name`")
+        raise DataError(
+            f"data: `{source}` is no file and no Hub id; wanted a JSONL, JSON or parquet file, or `owner/name`"
+        )
     return _hub_rows
 
 

@@ -27,6 +27,7 @@ REFUSE, SKIP = "refuse", "skip"
 """What happens to broken lines and records: refuse the file, or leave them out and count them."""
 
 BROKEN = "a broken line or record"
+SKIP_HINT = "with `data.broken=skip`, what cannot be parsed is left out and counted"
 _SHOWN = 50
 _AT_ONCE = 256
 
@@ -143,6 +144,7 @@ class RowSource:
         self._keys = array.array("q")
         self._lengths = array.array("q")
         self._hash = hashlib.sha256()
+        self._unparsed = False
         faults: list[tuple[str, str]] = []
         try:
             for batch in _batches(rows):
@@ -151,7 +153,7 @@ class RowSource:
             raise DataError(f"data: `{self.name}` cannot be read ({error.strerror or error})") from error
         self.digest = self._hash.hexdigest()
         if faults:
-            raise _faulty(self.name, faults)
+            raise _faulty(self.name, faults, broken=self._unparsed)
         if not self._keys:
             why = [f"{count} × {reason}{self._example(reason)}" for reason, count in self.dropped.items()]
             raise DataError(f"data: `{self.name}` has no sample to train on", reasons=why or ["it holds no row"])
@@ -164,6 +166,7 @@ class RowSource:
                     self._drop(Dropped(BROKEN, row.why), row.place)
                 else:
                     faults.append((row.place, row.why))
+                    self._unparsed = True
                 continue
             item = next(encoded)
             if isinstance(item, Faulty):
@@ -235,15 +238,28 @@ def _batches(rows: Rows) -> Iterator[list[Row | Broken]]:
         yield batch
 
 
-def _faulty(name: str, faults: list[tuple[str, str]]) -> DataError:
+def _faulty(name: str, faults: list[tuple[str, str]], *, broken: bool) -> DataError:
     """Every place with what is wrong there; places with the same fault in one line."""
     places: dict[str, list[str]] = {}
     for place, why in faults[:_SHOWN]:
         places.setdefault(why, []).append(place)
-    shown = [f"{', '.join(found)}: {why}" for why, found in places.items()]
+    shown = [f"{_runs(found)}: {why}" for why, found in places.items()]
     if len(faults) > _SHOWN:
         shown.append(f"and {len(faults) - _SHOWN} more")
-    return DataError(f"data: `{name}` has {len(faults)} faulty row{'s' if len(faults) > 1 else ''}", reasons=shown)
+    rows = f"{len(faults)} faulty row{'s' if len(faults) > 1 else ''}"
+    return DataError(f"data: `{name}` has {rows}", reasons=shown, hint=SKIP_HINT if broken else None)
+
+
+def _runs(places: Sequence[str]) -> str:
+    """Places in their order, those that follow one another as one: ``line 1 to line 20, line 23``."""
+    runs: list[list[str]] = []
+    for place in places:
+        kind, _, number = place.rpartition(" ")
+        if runs and number.isdecimal() and runs[-1][-1] == f"{kind} {int(number) - 1}":
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 # ---------------------------------------------------------------------------------------------- what a run names

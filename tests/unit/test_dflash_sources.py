@@ -131,6 +131,17 @@ def test_rows_with_the_same_fault_share_a_line(tmp_path: Path) -> None:
     )
     assert two.startswith("line 2, line 4, ")
     assert more == "and 10 more"
+    assert caught.value.hint is None
+
+
+def test_rows_that_follow_one_another_with_the_same_fault_are_one_place(tmp_path: Path) -> None:
+    lines = ['{"text": "good"}', *["[1]"] * 3, '{"text": "good"}', "[1]", '{"text"', *["[1]"] * 2]
+    with pytest.raises(DataError) as caught:
+        source(written(tmp_path / "rows.jsonl", "\n".join([*lines, ""])))
+    same, unparsed = caught.value.reasons
+    assert same == "line 2 to line 4, line 6, line 8 to line 9: wanted an object"
+    assert unparsed.startswith("line 7: no JSON")
+    assert caught.value.hint == sources.SKIP_HINT
 
 
 def test_an_array_cut_in_the_middle(tmp_path: Path) -> None:
