@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from kernelbake.preflight import Preflight
     from kernelbake.workload import Footprint
 
-EPILOG = "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 does not fit, 5 missing, 8 stopped, 130, 143."
+EPILOG = (
+    "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 misfit, 5 missing, 7 locked, 8 stopped, 130 and 143 signals."
+)
 
 _OPTIONS = (
     ("--frozen-cache", "bundle", str, "FILE", "The bundle; its manifest names workload, target and data source."),
@@ -43,7 +45,7 @@ _OPTIONS = (
     ("--lr", "optimizer.lr", float, "X", "Peak learning rate."),
     ("--loss", "loss.kind", str, "KIND", "`ce`, `kl` or `mix`."),
     ("--loss-weights", "loss.weights", str, "KIND", "Of a block's positions: `decay` or `d-pace`."),
-    ("--data", "data.source", str, "SOURCE", "A JSONL or parquet file, a Hub id, or `python-stdlib`."),
+    ("--data", "data.source", str, "SOURCE", "A JSONL, JSON or parquet file, a Hub id, or `python-stdlib`."),
     ("--seed", "seed", int, "N", "Of weights, order and anchors."),
     ("--devices", "devices", str, "T[:D],…", "GPUs of target and drafter of each pair."),
     ("--dp-pairs", "dp_pairs", int, "N", "Pairs that train side by side; without --devices on one GPU each."),
@@ -57,14 +59,14 @@ _OPTIONS = (
 
 def _run_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options of a run, a YAML file and single settings."""
-    for flag, _, kind, metavar, text in reversed(_OPTIONS):
-        function = click.option(flag, type=kind, metavar=metavar, help=text)(function)
-    function = click.option("--buckets", metavar="N,N", help="Padded lengths, ascending.")(function)
     function = click.option("--other-bundle", is_flag=True, help="Resume what another bundle trained.")(function)
     text = "Write event files for TensorBoard too."
     function = click.option("--tensorboard", is_flag=True, default=None, help=text)(function)
     text = "Replay the target's forward pass as CUDA graphs.  [default: where it can be done]"
     function = click.option("--graphs/--no-graphs", default=None, help=text)(function)
+    function = click.option("--buckets", metavar="N,N", help="Padded lengths, ascending.")(function)
+    for flag, _, kind, metavar, text in reversed(_OPTIONS):
+        function = click.option(flag, type=kind, metavar=metavar, help=text)(function)
     text = "One setting, as in the file; repeatable."
     function = click.option("--set", "settings", multiple=True, metavar="A.B=C", help=text)(function)
     path = click.Path(path_type=Path)
@@ -99,7 +101,7 @@ def cli() -> None:
 @cli.command()
 @_run_options
 @click.option("--stock", is_flag=True, help="Do not freeze: Triton tunes and compiles as usual, for comparison.")
-@click.option("--compile", "compile_", is_flag=True, help="torch.compile; refused with a frozen bundle.")
+@click.option("--compile", "compile_", is_flag=True, help="Refused: torch.compile makes kernels at run time.")
 @click.option("--record", is_flag=True, help="Hold every launch that is made against the plan; with --stock too.")
 @click.option("--profile", is_flag=True, help="Show where the time of a step goes.")
 @click.option(
@@ -115,7 +117,11 @@ def train(
     profile_trace: Path | None,
     **given: Any,
 ) -> None:
-    """Train a drafter from a bundle: preflight, freeze, load, steps, checkpoint."""
+    """Train a drafter from a bundle, and export it.
+
+    In order: preflight, freeze, load, steps, checkpoint. Prints the folder of the drafter as engines serve it. What is
+    left open is what the file of --config says, else the bundle's manifest, else the defaults of docs/training.md.
+    """
     if compile_:
         raise InputError(
             "train: --compile was given; wanted a run whose kernels all come from the bundle",
@@ -276,10 +282,10 @@ def preflight(file: Path | None, settings: tuple[str, ...], **given: Any) -> Non
 @click.option("--cpu", is_flag=True, help="Use the CPU, and transformers' own arithmetic.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of weights.  [default: the run's]")
 def evaluate(drafter: Path, devices: str, cpu: bool, **given: Any) -> None:
-    """Measure a drafter: speculative decoding of held-out prompts, beside copying and no training.
+    """Measure a drafter by real speculative decoding.
 
-    DRAFTER is a run's output folder or an exported drafter. Triton is not frozen here: lengths of prompts are no cases
-    of a bundle.
+    Held-out prompts are answered by the target alone, the drafter, an untrained one, and copying. DRAFTER is a run's
+    output folder or an exported drafter. Triton is not frozen here: lengths of prompts are no cases of a bundle.
     """
     try:
         parsed = placement.Devices.parse(devices)
@@ -346,6 +352,9 @@ def _code(function: Callable[[], Any]) -> int:
         return ExitCode.TERMINATED
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        render.note(error.format_message())
+        return ExitCode.INPUT
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "dflash"
         return _refuse(InputError(f"{command}: {error.format_message().rstrip('.')}", hint=f"see {command} --help"))

@@ -97,6 +97,16 @@ def test_input_errors_have_code_2_and_say_what_was_wanted(arguments: tuple[str, 
     assert "Traceback" not in done.stderr
 
 
+def test_the_bare_command_is_its_help_and_cuts_no_line_of_it_at_80_columns() -> None:
+    done = run()
+    assert (done.returncode, done.stdout) == (ExitCode.INPUT, "")
+    assert done.stderr.startswith("Usage: dflash [OPTIONS] COMMAND [ARGS]...\n")
+    assert "error" not in done.stderr
+    commands = done.stderr.partition("Commands:")[2]
+    assert "  train " in commands
+    assert "..." not in commands
+
+
 @pytest.mark.parametrize(
     ("command", "number", "code", "said"),
     [
