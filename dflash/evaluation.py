@@ -158,5 +158,7 @@ def _devices(asked: Devices | None) -> tuple[torch.device, torch.device]:
     count = torch.cuda.device_count()
     if max(asked.target, asked.drafter) >= count:
         wanted = f"wanted the numbers of {count} CUDA GPUs here" if count else "wanted a CUDA GPU"
-        raise InputError(f"eval: GPUs `{asked.target}` and `{asked.drafter}`; {wanted}", hint="--cpu uses the CPU")
+        both = f"GPUs `{asked.target}` and `{asked.drafter}`"
+        found = both if asked.target != asked.drafter else f"GPU `{asked.target}`"
+        raise InputError(f"eval: {found}; {wanted}", hint="--cpu uses the CPU")
     return torch.device("cuda", asked.target), torch.device("cuda", asked.drafter)

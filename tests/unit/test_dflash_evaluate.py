@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash import drafter as drafters
-from dflash import evaluate
+from dflash import evaluate, evaluation
 from dflash.anchors import Drafting
 from dflash.attention.reference import reference_attention
 from dflash.buckets import Sample, Shape, assemble
@@ -23,8 +23,10 @@ from dflash.decode import LENGTH, Response, Round, generate
 from dflash.drafter import Drafter
 from dflash.errors import DataError
 from dflash.evaluate import ALONE, COPY, TRAINED, UNTRAINED, Prompt, Settings
+from dflash.placement import Devices
 from dflash.proposers import CopyProposer, DrafterProposer
 from dflash.target import Target
+from kernelbake.errors import InputError
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -211,3 +213,12 @@ def test_what_was_learned_in_training_is_accepted_in_decoding(monkeypatch: pytes
     assert lengths[TRAINED] > 4.0
     assert lengths[UNTRAINED] < 1.5
     assert all(not item.differences for item in report.measured)
+
+
+def test_gpus_that_are_not_there_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(InputError, match="eval: GPU `0`; wanted a CUDA GPU"):
+        evaluation._devices(Devices(0, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="eval: GPUs `1` and `2`; wanted the numbers of 2 CUDA GPUs here"):
+        evaluation._devices(Devices(1, 2))
