@@ -289,7 +289,8 @@ def _coverage(path: Path, held: Bundle, request: Request, on_progress: OnProgres
     found.refuse("coverage")
     origin = "a plan made anew" if anew else "the plan inside"
     unused = f"; {len(found.coverage.unused)} held are not needed" if found.coverage.unused else ""
-    needed = f"{found.coverage.num_needed} launches of {len(found.plan.cases)} cases, by {origin}, are all held"
+    cases = "1 case" if len(found.plan.cases) == 1 else f"{len(found.plan.cases)} cases"
+    needed = f"{found.coverage.num_needed} launches of {cases}, by {origin}, are all held"
     return _proved("coverage", f"{needed}{unused}")
 
 

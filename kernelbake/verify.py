@@ -75,7 +75,10 @@ def opened(path: Path, findings: Findings) -> Iterator[Source]:
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) != errno.ENXIO:  # a socket
             reason = getattr(error, "strerror", None) or error
-            raise InputError(f"bundle {path}: it cannot be opened ({reason}); wanted a readable file") from error
+            raise InputError(
+                f"bundle {path}: it cannot be opened ({reason}); wanted a readable file",
+                hint="give the path of a bundle; `kernelbake build` makes one",
+            ) from error
         findings.add(Rule.REGULAR_FILE, "file", "a socket; wanted a regular file")
         findings.raise_if_any(path)
     try:

@@ -188,7 +188,11 @@ def test_a_file_name_that_is_no_text_and_a_narrow_encoding_are_shown_escaped(hel
         (["build"], "error: kernelbake build: Missing option '--manifest' / '-m'"),
         (["build", "-m", "sm90.yaml", "-j", "0"], "error: kernelbake build: Invalid value for '--jobs' / '-j'"),
         (["plan", "-m", "nowhere.yaml"], "error: manifest: `nowhere.yaml` is neither a file nor a name"),
-        (["verify", "nowhere.tar"], "error: bundle nowhere.tar: it cannot be opened"),
+        (
+            ["verify", "nowhere.tar"],
+            "error: bundle nowhere.tar: it cannot be opened (No such file or directory); wanted a readable file"
+            "\nhint: give the path of a bundle; `kernelbake build` makes one",
+        ),
         (["verify", "{}", "--device", "X"], "error: verify: `--device` without `--for`; wanted both"),
         (["verify", "{}", "--for", "gfx942"], "error: --for: `gfx942` is no gpu target; wanted `sm_120`"),
         (["verify", "{}", "--manifest", "a", "--config", "b"], "error: verify: `--manifest` and `--config` both given"),
