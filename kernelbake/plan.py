@@ -436,5 +436,6 @@ def _missing_specializations(launch: Launch, choice: Choice) -> list[Missing]:
         wanted = variant.specializations[index]
         if wanted.token not in choice.entries:
             nearest = min((wanted.differences(other) for other in held), key=len, default=())
-            missing.append(Missing("specialization", launch.kernel.name, str(launch.key or ""), variant.cases, nearest))
+            key = str(launch.key or "(not tuned)")
+            missing.append(Missing("specialization", launch.kernel.name, key, variant.cases, nearest))
     return missing

@@ -200,6 +200,12 @@ def test_a_specialization_that_the_bundle_lacks_names_the_argument() -> None:
     assert missing.nearest == ("n: `n:i32`; `n:i32%D`",)
 
 
+def test_a_missing_specialization_of_a_kernel_that_is_not_tuned_says_so() -> None:
+    held = holding(plan_of(launch(NORM, None, "D")))
+    [missing] = plan.coverage(plan_of(launch(NORM, None, "1")), held).missing
+    assert str(missing).startswith(f"specialization {NORM.name}: (not tuned); nearest in the bundle differs in n: ")
+
+
 def test_a_winner_that_is_no_candidate_of_this_plan() -> None:
     held = holding(FULL)
     foreign = Config((("BT", 128),), 4)
