@@ -188,11 +188,7 @@ def test_a_file_name_that_is_no_text_and_a_narrow_encoding_are_shown_escaped(hel
         (["build"], "error: kernelbake build: Missing option '--manifest' / '-m'"),
         (["build", "-m", "sm90.yaml", "-j", "0"], "error: kernelbake build: Invalid value for '--jobs' / '-j'"),
         (["plan", "-m", "nowhere.yaml"], "error: manifest: `nowhere.yaml` is neither a file nor a name"),
-        (
-            ["verify", "nowhere.tar"],
-            "error: bundle nowhere.tar: it cannot be opened (No such file or directory); wanted a readable file"
-            "\nhint: give the path of a bundle; `kernelbake build` makes one",
-        ),
+        (["verify", "nowhere.tar"], "error: bundle nowhere.tar: it cannot be opened"),
         (["verify", "{}", "--device", "X"], "error: verify: `--device` without `--for`; wanted both"),
         (["verify", "{}", "--for", "gfx942"], "error: --for: `gfx942` is no gpu target; wanted `sm_120`"),
         (["verify", "{}", "--manifest", "a", "--config", "b"], "error: verify: `--manifest` and `--config` both given"),
@@ -209,6 +205,15 @@ def test_input_faults_are_code_2_with_one_message(
     assert (code, out) == (errors.ExitCode.INPUT, "")
     assert err.startswith(message)
     assert "Traceback" not in err
+
+
+def test_who_gives_no_bundle_where_none_is_reads_how_to_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, "show")
+    assert (code, out) == (errors.ExitCode.INPUT, "")
+    assert err.endswith("hint: give the path of a bundle; `kernelbake build` makes one\n")
 
 
 def test_a_damaged_bundle_is_code_3_and_nothing_else_is_looked_at(
@@ -409,6 +414,16 @@ def test_levels_say_what_was_not_checked(held: Path, monkeypatch: pytest.MonkeyP
     assert fit.outcome is levels.Outcome.UNCHECKED
     assert fit.text == "no GPU here; use `--for sm_120 --device NAME` to compare with one"
     assert not report.refusals
+
+
+def test_one_case_is_counted_as_one(held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernelbake import inspect
+
+    found = inspect.covered_inside(bundle.read(held))
+    one = dataclasses.replace(found, plan=dataclasses.replace(found.plan, cases=found.plan.cases[:1]))
+    monkeypatch.setattr(inspect, "covered_inside", lambda _: one)
+    [coverage] = [level for level in levels.verify(held, levels.Request()).levels if level.name == "coverage"]
+    assert coverage.text.startswith("4 launches of 1 case, by the plan inside")
 
 
 NAMES = ["NVIDIA H200 ", "NVIDIA  H200", "nvidia h200", "NVIDIA H20", "H200/x", "../H200", "(H200)", "no", "0x120"]
