@@ -334,7 +334,7 @@ class Dispatcher:
     def launcher(self, kernel: FrozenKernel) -> Callable[..., Any]:
         """The function that the kernel's outermost object launches with: ``(grid, *args, **kwargs)``."""
         general = self.general(kernel.launchable)
-        if self._access is None:
+        if self._access is None or not kernel.held.choices:  # a function that others get as a value, say
             return general
         names = {
             "kb_current": self._access.current,
@@ -420,11 +420,16 @@ def _run_of(kernel: FrozenKernel, launch: Callable[..., Any], dispatcher: Dispat
 
 def _same_functions(kernel: FrozenKernel, items: Sequence[tuple[Any, Any]]) -> bool:
     """Whether device functions among the constexprs are those of the freeze, and not newer ones of the same name."""
-    return all(
-        any(item[1] is function for function in kernel.functions)
-        for item in items
-        if isinstance(item[1], JITFunction | InterpretedFunction)
-    )
+    given = [item[1] for item in items]
+    while given:
+        value = given.pop()
+        if isinstance(value, tuple):
+            given += value
+        elif isinstance(value, JITFunction | InterpretedFunction) and all(
+            value is not function for function in kernel.functions
+        ):
+            return False
+    return True
 
 
 def _check_complete(kernel: FrozenKernel, given: Mapping[str, Any]) -> None:

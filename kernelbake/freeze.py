@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kernelbake import fingerprint, guards, host, lookup
 from kernelbake.errors import BundleError, InputError, MisfitError
-from kernelbake.plan import KernelFacts
+from kernelbake.plan import KernelFacts, functions_in, sources_of
 
 if TYPE_CHECKING:
     from kernelbake.bundle import Bundle
@@ -285,6 +285,11 @@ def _live_kernels(held: Bundle) -> dict[str, Any]:
                 reasons.append(f"kernel {name}: `debug` is on, for which the bundle has no code; wanted it off")
         except (LookupError, TypeError) as error:
             reasons.append(str(error) if str(error).startswith("kernel") else f"kernel {name}: {error}")
+    reasons += [
+        f"kernel {one.name}: a device function that launches get as a value, of which the bundle holds no source digest"
+        for one in sources_of(held.plan.launches)
+        if one.name not in held.plan.kernels
+    ]
     if reasons:
         raise MisfitError(
             f"bundle {held.name}: {len(reasons)} kernels are not those that it was built from; wanted the same",
@@ -420,12 +425,10 @@ def _configs(held: Bundle, one: Held, launchable: Any) -> dict[tuple[str, str], 
 def _device_functions(one: Held) -> Iterator[Any]:
     """The device functions that stand as values of constexprs in what the bundle holds."""
     from kernelbake import triton_api
-    from kernelbake.keys import Symbol
 
-    keys = {parameter.key for spec in one.specializations.values() for parameter in spec.parameters if parameter.key}
-    for key in keys:
-        if isinstance(key, Symbol) and key.kind == "jit":
-            yield triton_api.from_value(key)
+    keys = tuple(parameter.key for spec in one.specializations.values() for parameter in spec.parameters)
+    for function in dict.fromkeys(functions_in(keys)):
+        yield triton_api.innermost(triton_api.find(function))
 
 
 def _after_fork() -> None:

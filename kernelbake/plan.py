@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kernelbake.keys import AutotuneKey, Case, Config, Kernel, Specialization
+from kernelbake.keys import AutotuneKey, Case, Config, Kernel, Specialization, Symbol, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Plan:
         versions: of python, torch, triton, fla and transformers in the planning process.
         implementations: which implementation serves each call that could be rerouted (``causal_conv1d: torch`` …).
         cases: the cases planned; skipped ones with their reason beside them.
-        kernels: facts of every kernel launched, by name.
+        kernels: facts of every kernel launched and of every device function given to one as a value, by name.
         launches: sorted by kernel and key.
         unbounded: what the static cases had to make finite.
     """
@@ -219,6 +219,31 @@ class Plan:
             tuple(Launch.from_json(item) for item in data["launches"]),
             tuple(Unbounded.from_json(item) for item in data["unbounded"]),
         )
+
+
+def sources_of(launches: Iterable[Launch]) -> tuple[Kernel, ...]:
+    """What the code of these launches is made from, by name: their kernels, and device functions given as values.
+
+    Nothing in a kernel's own source says which function a caller gives to it.
+    """
+    found: dict[str, Kernel] = {}
+    for launch in launches:
+        values = [value for _, value in launch.key.values] if launch.key is not None else []
+        for specialization in (one for variant in launch.variants for one in variant.specializations):
+            values += [parameter.key for parameter in specialization.parameters]
+            values += [value for _, value in specialization.options]
+        for kernel in (launch.kernel, *functions_in(tuple(values))):
+            found[kernel.name] = kernel
+    return tuple(found[name] for name in sorted(found))
+
+
+def functions_in(value: Value) -> Iterator[Kernel]:
+    """The device functions in a value."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from functions_in(part)
+    elif isinstance(value, Symbol) and value.kind == "jit":
+        yield Kernel.from_json(value.text)
 
 
 def collect(observations: Iterable[tuple[str, Launch]]) -> tuple[Launch, ...]:

@@ -118,7 +118,7 @@ def run(
         implementations=implementations,
         cases=cases.planned,
         skipped=cases.skipped,
-        kernels=log.facts(),
+        kernels=_facts(launches),
         launches=launches,
         unbounded=bounds.check(launches, cases.planned, limits),
     )
@@ -147,7 +147,6 @@ class LaunchLog:
         self._known: dict[Any, Launch] = {}
         self._unkeyed: list[Launch] = []
         self._seen: dict[tuple[str, int], tuple[str, Launch]] = {}
-        self._launchables: dict[str, Any] = {}
         self._written: dict[int, frozenset[str]] = {}
 
     def record(self, original: Any, launchable: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -203,7 +202,6 @@ class LaunchLog:
             raise PlanError(str(error), hint="a kernel must be found by its name at the top of its module") from error
         if triton_api.innermost(found) is not triton_api.innermost(launchable):
             raise PlanError(f"kernel {kernel.name}: the launched object is not the one of that name; wanted one object")
-        self._launchables[kernel.name] = found
 
     def launches(self) -> tuple[Launch, ...]:
         """All launches recorded, merged."""
@@ -212,12 +210,13 @@ class LaunchLog:
         except ValueError as error:
             raise PlanError(str(error)) from error
 
-    def facts(self) -> dict[str, KernelFacts]:
-        """The facts of every kernel launched."""
-        try:
-            return {name: triton_api.facts(launchable) for name, launchable in sorted(self._launchables.items())}
-        except (TypeError, LookupError) as error:
-            raise PlanError(str(error)) from error
+
+def _facts(launches: Sequence[Launch]) -> dict[str, KernelFacts]:
+    """The facts of every kernel launched, and of every device function that was given to one as a value."""
+    try:
+        return triton_api.facts_of(launches)
+    except (TypeError, LookupError) as error:
+        raise PlanError(str(error)) from error
 
 
 def _tensors_in(item: Any) -> Iterator[torch.Tensor]:

@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from triton.runtime.jit import JITFunction, KernelInterface, create_function_fro
 from kernelbake import digest
 from kernelbake.errors import BuildError, UnsupportedError
 from kernelbake.keys import AutotuneKey, Config, Kernel, Parameter, Specialization, Symbol, Value
-from kernelbake.plan import KernelFacts
+from kernelbake.plan import KernelFacts, Launch, sources_of
 
 SUPPORTED_MIN, SUPPORTED_END = (3, 6), (3, 10)
 
@@ -417,6 +417,16 @@ def facts(launchable: Any) -> KernelFacts:
         hooks=tuple(hooks),
         mutated=tuple(dict.fromkeys(mutated)),
     )
+
+
+def facts_of(launches: Iterable[Launch]) -> dict[str, KernelFacts]:
+    """The facts of all that the code of these launches is made from, by name.
+
+    Raises:
+        TypeError: a config cannot be baked.
+        LookupError: a kernel or a device function cannot be found by its name, or its source cannot be read.
+    """
+    return {kernel.name: facts(find(kernel)) for kernel in sources_of(launches)}
 
 
 def source_digest(launchable: Any) -> str:

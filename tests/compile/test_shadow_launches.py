@@ -164,6 +164,12 @@ def test_device_functions_and_dtypes_are_constants_by_name(plan: Plan) -> None:
     }
 
 
+def test_the_source_of_a_function_given_as_a_value_is_held(plan: Plan) -> None:
+    """Which functions callers give, no source of the kernel says."""
+    given = {name for name in plan.kernels if name not in {launch.kernel.name for launch in plan.launches}}
+    assert given == {"shadowkernels.double", "shadowkernels.triple"}
+
+
 def test_the_interpreter_is_planned_as_the_compiler_is(compiled: Plan, interpreted: Plan) -> None:
     assert [launch.to_json() for launch in interpreted.launches] == [launch.to_json() for launch in compiled.launches]
     assert {name: facts.source_digest for name, facts in interpreted.kernels.items()} == {

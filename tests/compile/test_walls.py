@@ -328,9 +328,45 @@ def test_a_reloaded_module_is_refused_before_and_after(
         importlib.reload(module)
         with pytest.raises(FrozenMissError, match="defined again after the freeze"):
             module.tuned[(1,)](X, Y, 2.0, 64)
+        with pytest.raises(FrozenMissError, match="defined again after the freeze"):
+            module.tuned.run(X, Y, 2.0, 64, grid=(1,))
         old[(1,)](X, Y, 2.0, 64)
         assert frozen.counters.hits == 1
     assert "source digest" in _misfit(bundle, monkeypatch).reasons[0]
+
+
+@pytest.mark.parametrize("changed", ["given", "called by it"])
+def test_a_changed_function_that_a_launch_gets_as_a_value_is_named(
+    changed: str, gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing in the kernel's module leads to it, and its name stays the same."""
+    sources = {
+        "given": "import triton\nfrom called_by_given import inner\n\n"
+        "@triton.jit\ndef outer(x):\n    return inner(x) * 2\n",
+        "called by it": "import triton\n\n@triton.jit\ndef inner(x):\n    return x + 1\n",
+    }
+    files = {"given": tmp_path / "given.py", "called by it": tmp_path / "called_by_given.py"}
+    for name, path in files.items():
+        path.write_text(sources[name])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    called_by_given, given = map(importlib.import_module, ("called_by_given", "given"))
+    bundle = lab.bake([call(kernels.called, X, 64, given.outer, BLOCK=64)])
+    with lab.frozen(bundle, monkeypatch) as frozen:
+        kernels.called[(1,)](X, 64, given.outer, BLOCK=64)
+        assert frozen.counters.hits == 1
+    files[changed].write_text(sources[changed].replace("return x + 1", "return x - 1").replace("* 2", "* 3"))
+    importlib.invalidate_caches()
+    for module in (called_by_given, given):
+        importlib.reload(module)
+    [reason] = _misfit(bundle, monkeypatch).reasons
+    assert reason.startswith("kernel given.outer: source digest: here `")
+    kept = {name: facts for name, facts in bundle.plan.kernels.items() if name != "given.outer"}
+    bundle.plan = dataclasses.replace(bundle.plan, kernels=kept)
+    [reason] = _misfit(bundle, monkeypatch).reasons
+    assert reason.startswith("kernel given.outer: a device function that launches get as a value")
+    for name in ("given", "called_by_given"):
+        del sys.modules[name]
 
 
 def test_settings_that_change_code_are_refused_all_at_once(

@@ -84,7 +84,7 @@ class Taken:
         self._library(triton_api.UTILITIES, triton_api.utilities_source())
         launches = collect(self._seen)
         profile = host.running_profile()
-        kernels = {launch.kernel.name: triton_api.facts(triton_api.find(launch.kernel)) for launch in launches}
+        kernels = triton_api.facts_of(launches)
         cases = dict.fromkeys(case for case, _ in self._seen)
         axes = tuple(Case(tuple((n, int(v)) for n, v in (part.split("=") for part in case.split()))) for case in cases)
         plan = Plan(profile.to_json(), {}, {}, axes, (), kernels, launches)

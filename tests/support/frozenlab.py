@@ -53,12 +53,7 @@ def plan_of(calls: Sequence[Call], profile: profiles.DeviceProfile = PROFILE) ->
     launches = collect(
         (one.case, observer.observe(one.launchable, one.args, {"grid": (1,), **one.kwargs})) for one in calls
     )
-    kernels = {
-        triton_api.kernel_of(one.launchable).name: triton_api.facts(
-            triton_api.find(triton_api.kernel_of(one.launchable))
-        )
-        for one in calls
-    }
+    kernels = triton_api.facts_of(launches)
     cases = tuple(dict.fromkeys(one.case for one in calls))
     axes = tuple(Case(tuple((n, int(v)) for n, v in (part.split("=") for part in case.split()))) for case in cases)
     return Plan(profile.to_json(), {}, {}, axes, (), kernels, launches)
