@@ -144,8 +144,7 @@ def failure_of(pair: Pair, error: BaseException, exhausted: Exhausted) -> Kernel
     if isinstance(error, torch.OutOfMemoryError) and pair.shape is not None:
         device = pair.target.device if pair.part == TARGET else pair.device
         return exhausted(error, pair.number, device, pair.part, pair.shape)
-    own = isinstance(error, KernelbakeError)
-    text = str(error) if own else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, KernelbakeError) else f"{type(error).__name__}: {_said(error)}"
     summary, *rest = text.splitlines()
     return PairError(
         f"pair {pair.number} ({pair.places}) failed in the {pair.part}, at {pair.shape}: {summary}",
@@ -153,6 +152,14 @@ def failure_of(pair: Pair, error: BaseException, exhausted: Exhausted) -> Kernel
         hint=None,
         exit_code=error.exit_code if isinstance(error, KernelbakeError) else None,
     )
+
+
+def _said(error: BaseException) -> str:
+    """What an exception says; one of a library may fail at that, and must not take the thread's last words along."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<its text cannot be made: {type(failure).__name__}>"
 
 
 def hang_of(crew: Crew, seconds: float, place: str) -> KernelbakeError:
@@ -163,13 +170,18 @@ def hang_of(crew: Crew, seconds: float, place: str) -> KernelbakeError:
         seconds: how long.
         place: where the main thread is.
     """
-    states = {pair: pair.stuck() if pair in crew.busy() else None for pair in crew.pairs}
+    busy = crew.busy()
+    states = {pair: pair.stuck() if pair in busy else None for pair in crew.pairs}
     stuck = [f"pair {pair.number} ({pair.places}) hangs in {state}" for pair, state in states.items() if state]
-    waiting = [f"pair {pair.number} ({pair.places}) waits" for pair, state in states.items() if not state]
+    if not stuck:  # each waits for another: whoever was not given what it waits for
+        stuck = [f"pair {pair.number} ({pair.places}) does not get on in the {pair.part}" for pair in busy]
+    waiting = [
+        f"pair {pair.number} ({pair.places}) waits" for pair in crew.pairs if pair not in busy or not states[pair]
+    ]
     return HangError(
         f"nothing moved for {seconds:.0f} s: {'; '.join(stuck) or f'no pair is at work, the run is at the {place}'}",
         reasons=[*waiting, *_stacks()],
-        hint="--resume latest goes on from the newest checkpoint; --watchdog-seconds says how long a step may take",
+        hint="--watchdog-seconds says how long a step may take",
     )
 
 

@@ -27,7 +27,7 @@ from dflash.target import Target
 CHUNK_ROWS = 1024
 """Block rows whose logits exist at the same time: 0.5 GiB in bf16 at a vocabulary of 248,320."""
 
-TARGET, WAITING, IDLE = "target", "exchange of gradients", "pause between steps"
+STARTING, TARGET, WAITING, IDLE = "start of its thread", "target", "exchange of gradients", "pause between steps"
 
 
 class Clock(Protocol):
@@ -108,7 +108,7 @@ class Pair:
         self.drafter = drafter
         self.optimizer = optimizer
         self.device = drafter.fc.weight.device
-        self.part = IDLE
+        self.part = STARTING
         """What the pair is at work on, for messages: ``target``, ``drafter``, ``head and loss``, ``optimizer`` …"""
         self.shape: Shape | None = None
         self.outbox: Outbox | None = None
@@ -142,6 +142,7 @@ class Pair:
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self._begin(IDLE)
 
     def _begin(self, part: str) -> None:
         self.part = part
@@ -153,9 +154,14 @@ class Pair:
         """What the pair hangs in, for messages; None where it waits for other pairs or for work."""
         if self.part not in (WAITING, IDLE):
             return f"the {self.part}, for {time.monotonic() - self.since:.0f} s, at {self.shape}"
-        if self._computed is not None and not self._computed.query():
+        if self.awaits_devices:
             return f"the devices have not finished what was launched, at {self.shape}"
         return None
+
+    @property
+    def awaits_devices(self) -> bool:
+        """Whether the devices have not done yet what was launched last before an exchange."""
+        return self._computed is not None and not self._computed.query()
 
     def step(
         self, batches: Sequence[Batch], lr: float, *, weight_sum: float | None = None, upcoming: Batch | None = None

@@ -78,7 +78,7 @@ def steps(trainer: Trainer, stop: Stop, on_stuck: OnStuck | None = None) -> Iter
             for report in reports:
                 with watch.paused():
                     yield report
-        except (NotFiniteError, HangError):
+        except NotFiniteError:
             raise
         except KernelbakeError as failure:
             if failure is not loop.alarm.failure:
@@ -247,16 +247,18 @@ class _Loop:
         """Saves the last whole step, from a pair that did not fail, and says where it is; or that it is not.
 
         A pair that got through its update has a step more than the others, and it is a whole one: nobody updates before
-        the gradients of all are there. With NCCL nothing is tried, as every GPU may wait for one that has left.
+        the gradients of all are there. With NCCL nothing is tried, as every GPU may wait for one that has left; nor,
+        after a hang, on a device that has not done what was launched.
         """
         job, said = self._trainer.job, None
         if job.ranks.leads and (job.ranks.world == 1 or self._trainer.pair.device.type != "cuda"):
-            said = self._rescued()
+            said = self._rescued(hangs=isinstance(failure, HangError))
         failure.hint = "; ".join(filter(None, (failure.hint, said or checkpoint.remains(job.output))))
 
-    def _rescued(self) -> str | None:
+    def _rescued(self, *, hangs: bool) -> str | None:
         trainer = self._trainer
         ended = [pair for pair in self.crew.settle(_SETTLE_S) if pair not in self.crew.failed]
+        ended = [pair for pair in ended if not (hangs and pair.awaits_devices)]
         steps_of = dict(zip(trainer.pairs, self._began, strict=True))
         made = {pair: self._from + pair.updates - steps_of[pair] for pair in ended}
         pair = max(ended, key=lambda pair: made[pair], default=None)

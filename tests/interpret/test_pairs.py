@@ -18,6 +18,7 @@ import torch
 
 from dflash import checkpoint, config, target, trainer
 from dflash.errors import ExitCode, HangError, InterruptedRunError, PairError, ResumeError, TrainingStoppedError
+from dflash.exchange import PeerExchange
 from dflash.pairs import Pair
 from dflash.spec import Spec
 from dflash.stop import Stop
@@ -313,6 +314,56 @@ def test_a_pair_that_hangs_is_named_with_all_stacks(
     stacks = "\n".join(caught.value.reasons)
     assert "thread `pair 1`:" in stacks
     assert "release.wait(60)" in stacks
+    hint = f"the last whole step, 1, is saved in `{tmp_path / 'step-00000001'}`"
+    assert caught.value.hint == f"--watchdog-seconds says how long a step may take; {hint}"
+    assert len(run(job(tmp_path, text, dp_pairs=2, steps=2, resume="latest"))) == 1
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("enter", r"pair 1 \(`cpu`\) hangs in the start of its thread"),
+        ("exchange", r"pair 1 \(`cpu`\) does not get on in the exchange of gradients"),
+    ],
+)
+def test_a_pair_that_hangs_outside_its_work_is_named(
+    where: str, said: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer.build(job(tmp_path, text, dp_pairs=2, steps=50, watchdog_seconds=1))
+    release, finish = threading.Event(), PeerExchange.finish
+
+    def hanging(self: PeerExchange, pair: int) -> None:
+        if pair == 1:
+            release.wait(60)
+        finish(self, pair)
+
+    if where == "enter":
+        monkeypatch.setattr(made.pairs[1], "enter", lambda: release.wait(60))
+    else:
+        monkeypatch.setattr(PeerExchange, "finish", hanging)
+    try:
+        with ended_within(20), pytest.raises(HangError, match=said):
+            run(made)
+    finally:
+        release.set()
+
+
+@pytest.mark.usefixtures("cheap")
+def test_an_exception_that_cannot_say_what_it_is_ends_the_run_like_any_other(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def loss(*args: Any) -> Any:
+        raise Mute
+
+    made = trainer.build(job(tmp_path, text, dp_pairs=2, watchdog_seconds=60))
+    monkeypatch.setattr(made.pairs[1], "loss", loss)
+    with ended_within(20), pytest.raises(PairError, match=r"pair 1 .*: Mute: <its text cannot be made: ValueError>"):
+        run(made)
 
 
 @pytest.mark.usefixtures("cheap")
