@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -51,7 +52,8 @@ class State:
         bundle: digest of the bundle; None of a stock run.
         step_batches: batches of one step, over all pairs and ranks; None in older checkpoints, of one pair.
         samples: digest of the data; None in older checkpoints.
-        digests: of the tensors, by name, as ``save`` adds them; None in older checkpoints.
+        digests: of the tensors, by name, and of all else in ``state.json`` under that name, as ``save`` adds them; None
+            in older checkpoints, which lack the latter first.
     """
 
     step: int
@@ -80,15 +82,25 @@ def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Pat
         its folder.
 
     Raises:
-        TrainingStoppedError: it cannot be written: no room, no right. What stood there before is still whole.
+        TrainingStoppedError: it cannot be written: no room, no right; or a number in it is not finite, and nobody could
+            go on from it. What stood there before is still whole.
     """
     final = folder(output, state.step)
     cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if broken := [f"`{name}`" for name, tensor in cpu.items() if not _is_finite(tensor)]:
+        raise TrainingStoppedError(
+            f"checkpoint: step {state.step} left {len(broken)} of {len(cpu)} tensors with numbers that are not finite; "
+            "wanted a state to go on from",
+            reasons=broken,
+            hint=f"{remains(output)}; a lower --lr or optimizer.weight_decay may help",
+        )
     state = dataclasses.replace(state, digests={name: _digest(tensor) for name, tensor in cpu.items()})
+    told = state.to_json()
+    told["digests"] = {**told["digests"], _STATE: _digest_of_state(told)}
     try:
         with _replacing(final) as place:
             save_file(cpu, place / _TENSORS)
-            (place / _STATE).write_text(json.dumps(state.to_json(), indent=1))
+            (place / _STATE).write_text(json.dumps(told, indent=1))
     except (OSError, SafetensorError) as error:
         raise TrainingStoppedError(
             f"checkpoint: `{final}` cannot be written ({error}); wanted room for {devices.gib(_bytes(cpu))}",
@@ -113,6 +125,17 @@ def _digest(tensor: torch.Tensor) -> str:
     words = data[:whole].view(np.uint64)
     sums = np.add.reduceat(words, range(0, len(words), _CHUNK)) if len(words) else words
     return hashlib.sha256(sums.tobytes() + data[whole:].tobytes()).hexdigest()[:16]
+
+
+def _digest_of_state(told: Mapping[str, Any]) -> str:
+    """Of a state as JSON, however that is laid out; its own place in it is left out."""
+    digests = {name: digest for name, digest in told["digests"].items() if name != _STATE}
+    return hashlib.sha256(json.dumps({**told, "digests": digests}, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are, in one pass and without a copy: neither end is where one is not."""
+    return not tensor.is_floating_point() or not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -237,8 +260,11 @@ def _state(folder: Path) -> State:
     data = json.loads((folder / _STATE).read_text())
     if not isinstance(data, dict):
         raise ValueError(f"`{_STATE}` is no object")
-    if data.pop("format") != FORMAT:
+    if data["format"] != FORMAT:
         raise InputError(f"resume: `{folder}` has another format; wanted `{FORMAT}`")
+    if isinstance(data.get("digests"), dict) and data["digests"].get(_STATE, own := _digest_of_state(data)) != own:
+        raise ValueError(f"`{_STATE}` is not what was saved")
+    data.pop("format")
     data.pop("dflash")
     state = State(**data)
     _check_kinds(state)

@@ -323,7 +323,7 @@ def test_a_checkpoint_without_a_part_is_refused(saved: Path, text: Path, lost: s
 )
 def test_a_state_of_the_wrong_kind_is_refused(saved: Path, text: Path, name: str, value: Any) -> None:
     path = saved / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "digests": None, name: value}))
     with pytest.raises(InputError, match="resume: "):
         resume(saved, text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash import checkpoint
+from dflash.errors import TrainingStoppedError
 from kernelbake.errors import InputError
 
 LOADER = {"epoch": 0, "next": 0, "waiting": {}}
@@ -109,11 +111,48 @@ def test_a_tensor_of_which_nothing_is_said_is_found(tmp_path: Path) -> None:
         tmp_path, checkpoint.State(1, 5, LOADER, {}, {}, None), {"a": torch.ones(2), "b": torch.ones(3)}
     )
     state = json.loads((folder / "state.json").read_text())
-    del state["digests"]["b"]
+    del state["digests"]["b"], state["digests"]["state.json"]
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(InputError, match=r"is damaged: 1 of 2 tensors") as caught:
         checkpoint.load(folder)
     assert caught.value.reasons == ("`b`",)
+
+
+def test_no_changed_byte_of_the_state_goes_unseen(tmp_path: Path) -> None:
+    """A place in the data or a setting that is another one would make another run of it, and nobody would know."""
+    loader = {"epoch": 1, "next": 6, "waiting": {"64": [[1, 7], [1, 2]]}, "begun": []}
+    state = checkpoint.State(
+        6, 5, loader, {"data": {"source": "a.jsonl"}}, {"steps": 9, "lr": 6e-4}, "sha256:b", 1, "c"
+    )
+    folder = checkpoint.save(tmp_path, state, {"x": torch.ones(2)})
+    path = folder / "state.json"
+    whole, wanted = path.read_bytes(), checkpoint.load(folder)[0].to_json()
+    del wanted["digests"]
+    refused = 0
+    for place, bit in ((place, 1 << place % 7) for place in range(len(whole))):
+        changed = bytearray(whole)
+        changed[place] ^= bit
+        path.write_bytes(changed)
+        try:
+            found = checkpoint.load(folder)[0].to_json()
+        except InputError:
+            refused += 1
+        else:  # a blank that became another one, or the name of a digest
+            del found["digests"]
+            assert found == wanted
+    assert refused > len(whole) / 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_state_that_is_not_finite_is_not_saved(bad: float, tmp_path: Path) -> None:
+    """Nobody could go on from it; the one before stays."""
+    before = save(tmp_path, 1, 1.0)
+    tensors = {"x": torch.tensor([0.0, bad, 1.0]), "y": torch.ones(3), "n": torch.tensor(7), "z": torch.zeros(0)}
+    with pytest.raises(TrainingStoppedError, match="step 2 left 1 of 4 tensors with numbers that are not") as caught:
+        checkpoint.save(tmp_path, checkpoint.State(2, 5, LOADER, {}, {}, None), tensors)
+    assert caught.value.reasons == ("`x`",)
+    assert str(caught.value.hint).startswith(f"--resume latest goes on from `{before}`")
+    assert [path.name for path in tmp_path.iterdir()] == [before.name]
 
 
 def test_what_remains_of_a_run_is_said(tmp_path: Path) -> None:
