@@ -296,14 +296,33 @@ def _stored_target(spec: TargetSpec, layer_ids: tuple[int, ...], device: torch.d
     options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # told below, with all that does not fit
     try:
-        model, info = cls.from_pretrained(
-            spec.model, **options, **({"device_map": {"": device}} if direct else {}), local_files_only=_is_local(spec)
-        )
+        with _without_bar():
+            model, info = cls.from_pretrained(
+                spec.model,
+                **options,
+                **({"device_map": {"": device}} if direct else {}),
+                local_files_only=_is_local(spec),
+            )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()
         raise InputError(f"target: `{spec.model}` cannot be loaded; {hub.CHOICES}", reasons=reason[:20]) from error
     _check_filled(spec.model, info)
     return Target(model.to(device), layer_ids, spec.model, frozen=spec.frozen)
+
+
+@contextlib.contextmanager
+def _without_bar() -> Iterator[None]:
+    """Without transformers' bar of the weights that are read: it would run into our own line, and fill logs."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _check_filled(model: str, info: Mapping[str, Any]) -> None:

@@ -146,12 +146,16 @@ def load(folder: Path, **changes: object) -> Target:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_a_folder_gives_its_weights_and_dimensions(tmp_path: Path, tie: bool) -> None:
+def test_a_folder_gives_its_weights_and_dimensions(
+    tmp_path: Path, tie: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     made = target.random_target(spec(tie_embeddings=tie), (0,), CPU, torch.float32, seed=7)
     made._model.save_pretrained(tmp_path)
     found = hub.resolve(str(tmp_path), spec(num_layers=4))
     assert found == spec(model=str(tmp_path), tie_embeddings=tie)
+    capfd.readouterr()
     loaded = target.load_target(found, (0,), CPU, torch.float32, seed=0)
+    assert "Loading weights" not in capfd.readouterr().err  # a bar has no place in a log
     assert torch.equal(loaded.head_VE, made.head_VE)
     assert torch.equal(loaded.embed(torch.arange(5)), made.embed(torch.arange(5)))
     padded = batch([20], 32, "padded")
