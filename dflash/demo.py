@@ -121,9 +121,9 @@ def main() -> None:
     manifest = choose_manifest(output)
     render.note(f"demo: manifest `{manifest}`, everything goes to `{output}`")
     bundle = output / "bundle.tar"
-    command("kernelbake", "plan", "--manifest", manifest)
+    render.note(command("kernelbake", "plan", "--manifest", manifest))
     command("kernelbake", "build", "--manifest", manifest, "-o", str(bundle))
-    command("kernelbake", "verify", str(bundle))
+    render.note(command("kernelbake", "verify", str(bundle)))
     run = _train(bundle, output / "run")
     control = _train(bundle, output / "control", "--set", "data.shuffle_labels=true")
     shown = json.loads(command("kernelbake", "show", str(bundle), "--json"))
@@ -131,6 +131,7 @@ def main() -> None:
     for text in outcome.lines():
         render.line(text)
     outcome.check()
+    render.note(f"demo: as promised; look into the bundle with `kernelbake show {bundle}`")
 
 
 def _train(bundle: Path, output: Path, *more: str) -> dict[str, Any]:
