@@ -48,7 +48,7 @@ accept-gpu: $(READY) ## build, verify, 50 frozen steps and the thread stress on 
 lint: $(READY) ## ruff and mypy
 	@PY="$(PY)" tools/test lint types
 
-golden: $(READY) ## write the golden files anew: what commands print, keys, the losses of 20 steps; read the difference before you commit
+golden: $(READY) ## write the golden files anew: output, keys, losses; read the difference before you commit
 	@KERNELBAKE_WRITE_GOLDEN=1 $(PYTEST) tests/golden
 	@KERNELBAKE_WRITE_GOLDEN=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/compile/test_shadow_keys.py -k golden
 	@KERNELBAKE_WRITE_GOLDEN=1 TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/interpret/test_train.py -k record
