@@ -37,7 +37,13 @@ from triton.compiler.compiler import AsmDict, CompiledKernel
 from triton.runtime import _allocation
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction, KernelInterface, create_function_from_signature, native_specialize_impl
+from triton.runtime.jit import (
+    ConstexprFunction,
+    JITFunction,
+    KernelInterface,
+    create_function_from_signature,
+    native_specialize_impl,
+)
 
 from kernelbake import digest
 from kernelbake.errors import BuildError, UnsupportedError
@@ -433,8 +439,9 @@ def source_digest(launchable: Any) -> str:
     """Digest of everything that the kernel's code can depend on.
 
     Whole files are taken rather than functions: the file of the kernel (with its heuristics, pruning and hooks) and of
-    every module from which a device function could be reached through its globals, by any spelling. The values of
-    captured global constants are added, since some follow from the device. No path enters.
+    every module from which a device function, or one that runs at compile time, could be reached through its globals,
+    by any spelling. The values of captured global constants are added, since some follow from the device. No path
+    enters.
 
     Raises:
         LookupError: the source of a module cannot be read.
@@ -448,19 +455,45 @@ def source_digest(launchable: Any) -> str:
         if id(function) in seen:
             continue
         seen.add(id(function))
-        scope = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-        for name in _names_in(function):
-            if isinstance(scope.get(name), bool | int | float | str | tl.constexpr):
-                constants[f"{function.__module__}.{name}"] = repr(to_value(scope[name]))
+        spaces = _spaces(function)
+        for where, space in spaces.items():
+            constants.update(_constants(where, space, _names_in(function)))
         if function.__module__ not in modules:
             modules[function.__module__] = _source_of(function.__module__)
-            waiting += _device_functions(scope)
+            waiting += [found for space in spaces.values() for found in _device_functions(space)]
     parts = [*modules.items(), *((name, text.encode()) for name, text in constants.items())]
     return digest.of_tree(parts)
 
 
 def _names_in(function: Callable[..., Any]) -> set[str]:
     return {*function.__code__.co_names, *function.__code__.co_freevars}
+
+
+def _spaces(function: Callable[..., Any]) -> dict[str, Mapping[str, Any]]:
+    """Where a function finds what it names: its globals, and modules that it names there or within one another."""
+    spaces: dict[str, Mapping[str, Any]] = {
+        function.__module__: {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    }
+    names, waiting = _names_in(function), list(spaces.values())
+    while waiting:
+        space = waiting.pop()
+        for name in names & space.keys():
+            item = space[name]
+            if isinstance(item, types.ModuleType) and item.__name__ not in spaces and not _is_tritons(item.__name__):
+                spaces[item.__name__] = vars(item)
+                waiting.append(vars(item))
+    return spaces
+
+
+def _constants(where: str, space: Mapping[str, Any], names: set[str]) -> Iterator[tuple[str, str]]:
+    """The values that stand in a space under these names, with the place of each."""
+    for name in names & space.keys():
+        item = space[name]
+        if isinstance(item, bool | int | float | str | tl.constexpr | tl.dtype):
+            yield f"{where}.{name}", repr(to_value(item))
+        elif isinstance(item, tuple):
+            with contextlib.suppress(TypeError):  # of other things than values: no kernel can use it
+                yield f"{where}.{name}", repr(to_value(item))
 
 
 def _source_of(module: str) -> bytes:
@@ -470,8 +503,12 @@ def _source_of(module: str) -> bytes:
     return Path(file).read_bytes()
 
 
+_COMPILED = (JITFunction, InterpretedFunction, ConstexprFunction)
+"""What a kernel can call: functions for the device, and such as run while it is compiled."""
+
+
 def _device_functions(scope: Mapping[str, Any]) -> list[Callable[..., Any]]:
-    """Functions decorated for the device that a scope can reach: by name, in a collection, or in a module."""
+    """Functions that kernels can call and that a scope can reach: by name, in a collection, or in a module."""
     found: list[Callable[..., Any]] = []
     for item in list(scope.values()):
         if isinstance(item, types.ModuleType):
@@ -484,7 +521,7 @@ def _device_functions(scope: Mapping[str, Any]) -> list[Callable[..., Any]]:
             candidates = [item]
         for candidate in candidates:
             function = innermost(candidate)
-            if isinstance(function, JITFunction | InterpretedFunction) and not _is_tritons(function.fn.__module__):
+            if isinstance(function, _COMPILED) and not _is_tritons(function.fn.__module__):
                 found.append(function.fn)
     return found
 

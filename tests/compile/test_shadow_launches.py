@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kernelbake import planner, profiles
+from kernelbake import planner, profiles, triton_api
 from kernelbake.errors import InputError, PlanError
 from kernelbake.plan import Launch, Plan
 
@@ -322,3 +323,69 @@ def test_an_edited_callee_changes_the_source_digest(tmp_path: Path) -> None:
         )
         digests.append(found.kernels["editedkernels.kernel"].source_digest)
     assert digests[0] != digests[1]
+
+
+_USED = """
+import triton
+import triton.language as tl
+from used_deeper import deeper
+
+SCALE = tl.constexpr(3)
+DTYPE = tl.float32
+PAIR = (1, 2)
+
+@triton.constexpr_function
+def half(n):
+    return deeper(n) // 2
+"""
+_DEEPER = """
+import triton
+
+@triton.constexpr_function
+def deeper(n):
+    return n + 1
+"""
+_KERNELS = """
+import triton
+import triton.language as tl
+import {imported}
+
+@triton.jit
+def kernel(x):
+    tl.store(x, {value})
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "value", "edited", "old", "new"),
+    [
+        ("used", "used.half(8)", "used", "// 2", "// 3"),
+        ("used", "used.half(8)", "used_deeper", "n + 1", "n + 2"),
+        ("used", "used.SCALE", "used", "constexpr(3)", "constexpr(4)"),
+        ("used", "used.DTYPE(1)", "used", "float32", "bfloat16"),
+        ("used", "used.PAIR[0]", "used", "(1, 2)", "(3, 2)"),
+        ("package.used", "package.used.SCALE", "used", "constexpr(3)", "constexpr(4)"),
+        ("package.used", "package.used.half(8)", "used", "// 2", "// 3"),
+    ],
+)
+def test_whatever_a_kernel_names_belongs_to_its_source_digest(
+    imported: str, value: str, edited: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions that run at compile time, and constants, of other modules, also named through their module."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    sources = {
+        "used_deeper.py": _DEEPER,
+        f"{imported.replace('.', '/')}.py": _USED,
+        "using.py": _KERNELS.format(imported=imported, value=value),
+    }
+    digests = []
+    for text in (old, old, new):
+        for name, source in sources.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(source.replace(old, text) if Path(name).stem == edited else source)
+        importlib.invalidate_caches()
+        for name in ("used_deeper", "package", imported, "using"):
+            sys.modules.pop(name, None)
+        digests.append(triton_api.source_digest(importlib.import_module("using").kernel))
+    assert digests[0] == digests[1] != digests[2]
