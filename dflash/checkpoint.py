@@ -25,6 +25,7 @@ from dflash import __version__, devices
 from dflash.data import BEGUN
 from dflash.drafter import Drafter
 from dflash.errors import ResumeError, TrainingStoppedError
+from dflash.folder import foreign
 from dflash.spec import Spec
 from kernelbake.errors import InputError
 
@@ -238,7 +239,7 @@ def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
         raise InputError(
             f"resume: `{folder}` is damaged: {len(damaged)} of {len(made)} tensors are not what was saved",
             reasons=damaged,
-            hint="another checkpoint of the run may be whole: --resume FOLDER",
+            hint="move it away, and --resume latest goes on from the checkpoint before",
         )
     return state, tensors
 
@@ -372,8 +373,13 @@ def export(folder: Path, drafter: Drafter, spec: Spec) -> None:
     Names have no ``model.`` prefix; embedding, head and rotary tables are the target's and not in it; weights are bf16.
 
     Raises:
-        TrainingStoppedError: it cannot be written. What stood there before is still whole.
+        TrainingStoppedError: it cannot be written, or other files stand there. What stood there before is still whole.
     """
+    if others := foreign(folder):
+        raise TrainingStoppedError(
+            f"drafter: `{folder}` holds `{'`, `'.join(others)}`, which no exported drafter has; wanted to write it",
+            hint="all steps are saved; move it away, and --resume latest writes the drafter",
+        )
     weights = drafter.named_parameters()
     tensors = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights}
     try:

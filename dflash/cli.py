@@ -166,10 +166,10 @@ def _stop() -> Stop:
 
 
 def _hold(stack: contextlib.ExitStack, run: RunConfig) -> None:
-    from dflash import launch
+    from dflash import folder, launch
 
     stack.enter_context(launch.holding(Path(run.output)))
-    launch.check_unused(run)
+    folder.check(run)
 
 
 def _preflight(plan: Plan) -> Preflight:

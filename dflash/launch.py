@@ -190,20 +190,6 @@ def holding(output: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def check_unused(run: RunConfig) -> None:
-    """Refuses to begin anew where another run left checkpoints: ``latest`` would be of the one or of the other.
-
-    Raises:
-        InputError: there are some.
-    """
-    found = sorted(path.parent.name for path in Path(run.output).glob("step-*/state.json"))
-    if run.resume is None and found:
-        raise InputError(
-            f"output: `{run.output}` holds the run that saved `{found[-1]}`; wanted a folder without checkpoints",
-            hint="--resume latest goes on with that run; another --output, or removing the folder, begins a new one",
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Started:
     """A process in which training may begin.

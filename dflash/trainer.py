@@ -228,7 +228,7 @@ class _Loop:
         try:
             return f"the state before it is saved in `{trainer.save()}`"
         except TrainingStoppedError as error:
-            return f"no weight was changed by it; {error.message}"
+            return f"no weight was changed by it; {error.message}; {checkpoint.remains(trainer.job.output)}"
 
     # ------------------------------------------------------------------------------------------ after a failure
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dflash import config, launch
+from dflash import config, folder, launch
 from dflash.errors import TrainingStoppedError
 from dflash.metrics import Scores
 from dflash.proof import Proof
@@ -49,12 +49,61 @@ def test_a_new_run_is_refused_where_another_left_checkpoints(tmp_path: Path) -> 
         return config.load(None, (), {"output": str(tmp_path), **options})
 
     (tmp_path / "step-00000003").mkdir()
-    launch.check_unused(configured())  # nobody goes on from what has no state
+    folder.check(configured())  # nobody goes on from what has no state
     (tmp_path / "step-00000003" / "state.json").write_text("{}")
     with pytest.raises(InputError, match="holds the run that saved `step-00000003`") as caught:
-        launch.check_unused(configured())
+        folder.check(configured())
     assert "--resume latest" in str(caught.value.hint)
-    launch.check_unused(configured(resume="latest"))
+    folder.check(configured(resume="latest"))
+
+
+def checkpoints(output: Path, *steps: int) -> None:
+    for step in steps:
+        (output / f"step-{step:08d}").mkdir(parents=True)
+        (output / f"step-{step:08d}" / "state.json").write_text(json.dumps({"step": step}))
+
+
+def test_going_back_is_refused_while_later_checkpoints_stand_there(tmp_path: Path) -> None:
+    """``latest`` would mean them from then on, and the log would have a gap."""
+    output, other = tmp_path / "run", tmp_path / "other"
+    checkpoints(output, 2, 4, 6)
+    checkpoints(other, 1)
+
+    def resuming(folder_: Path, output: Path = output) -> config.RunConfig:
+        return config.load(None, (), {"output": str(output), "resume": str(folder_)})
+
+    with pytest.raises(InputError, match="`latest` would mean `step-00000006`") as caught:
+        folder.check(resuming(output / "step-00000002"))
+    assert caught.value.reasons == ("step-00000004", "step-00000006")
+    (output / "step-00000002").rename(output / "good")
+    with pytest.raises(InputError, match="wanted none behind `.*good`"):
+        folder.check(resuming(output / "good"))
+    folder.check(resuming(output / "step-00000006"))
+    folder.check(resuming(output / "good", tmp_path / "new"))
+    with pytest.raises(InputError, match="`latest` would mean `step-00000001`"):  # of another run, though earlier
+        folder.check(resuming(output / "step-00000006", other))
+
+
+def test_what_is_not_a_runs_is_not_written_over(tmp_path: Path) -> None:
+    run = config.load(None, (), {"output": str(tmp_path)})
+    (tmp_path / "drafter").mkdir()
+    for name in folder.EXPORTED:
+        (tmp_path / "drafter" / name).write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    folder.check(run)
+    (tmp_path / "drafter" / "README.md").write_text("mine")
+    with pytest.raises(InputError, match="wanted nothing in the way") as caught:
+        folder.check(run)
+    assert caught.value.reasons == ("`drafter` holds `README.md`, which is not of an exported drafter",)
+    os.mkfifo(tmp_path / ".summary.json.partial")
+    (tmp_path / "summary.json").mkdir()
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "drafter")
+    (tmp_path / "drafter").rename(tmp_path / "elsewhere")
+    (tmp_path / "drafter").write_text("mine")
+    with pytest.raises(InputError) as caught:
+        folder.check(run)
+    names = ("`summary.json` is no file", "`.summary.json.partial` is no file")
+    assert caught.value.reasons == (*names, "`drafter` is no folder", "`step-00000002` is no folder")
 
 
 @pytest.mark.parametrize("wrong", ["a file", "below a file", "too long", "a link"])

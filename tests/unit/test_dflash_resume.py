@@ -220,6 +220,35 @@ def test_a_drafter_that_cannot_be_written_is_written_by_a_resumed_run(
     assert (tmp_path / "run" / "drafter" / "config.json").is_file()
 
 
+def test_an_update_that_leaves_no_finite_weights_is_not_what_a_run_goes_on_from(tmp_path: Path) -> None:
+    """As a learning rate far too high makes them: the step before the one that shows it is lost already."""
+    made = trainer.build(job(tmp_path / "run", 10, steps=9))
+    training = trainer.train(made, Stop())
+    assert next(training).step == 1
+    with torch.no_grad():
+        made.pair.optimizer.masters[0].view(-1)[0] = math.inf
+    with pytest.raises(TrainingStoppedError, match="step 4: loss `nan`") as caught:
+        list(training)
+    said = "no weight was changed by it; checkpoint: step 3 left 1 of "
+    assert str(caught.value.hint).startswith(said), caught.value.hint
+    assert "; no checkpoint was saved before; " in str(caught.value.hint)
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_other_files_in_the_drafters_folder_are_not_removed(tmp_path: Path) -> None:
+    made, drafter = trainer.build(job(tmp_path / "run", 10, steps=2)), tmp_path / "run" / "drafter"
+    drafter.mkdir(parents=True)
+    (drafter / "README.md").write_text("mine")
+    with pytest.raises(
+        TrainingStoppedError, match=r"holds `README\.md`, which is not of an exported drafter"
+    ) as caught:
+        list(trainer.train(made, Stop()))
+    assert str(caught.value.hint).startswith("all steps are saved; move it away")
+    (drafter / "README.md").rename(tmp_path / "README.md")
+    assert not steps(job(tmp_path / "run", 10, steps=2, resume="latest"))
+    assert (drafter / "config.json").is_file()
+
+
 # ---------------------------------------------------------------------------------------------- signals
 
 

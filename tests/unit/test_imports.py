@@ -47,6 +47,7 @@ DFLASH_LIGHT = {
     "dflash.cli",
     "dflash.config",
     "dflash.errors",
+    "dflash.folder",
     "dflash.placement",
     "dflash.ranks",
     "dflash.recipe",

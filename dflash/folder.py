@@ -1,0 +1,83 @@
+"""The output folder of a run, before it begins: whatever stands there stays, or the run is refused. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from dflash.config import RunConfig
+from kernelbake.errors import InputError
+
+DRAFTER = "drafter"
+EXPORTED = ("config.json", "model.safetensors")
+"""The files of an exported drafter."""
+
+_FILES = ("metrics.jsonl", ".metrics.jsonl.partial", "summary.json", ".summary.json.partial")
+_FOLDERS = (DRAFTER, "step-*")
+
+
+def check(run: RunConfig) -> None:
+    """Refuses an output folder in which the run would mix with another, remove what is not its own, or get stuck.
+
+    Raises:
+        InputError: something stands where the run will write; or checkpoints that are not behind this run.
+    """
+    output = Path(run.output)
+    _check_names(output)
+    found = sorted((path.parent.name for path in output.glob("step-*/state.json")), key=_step_of_name)
+    if not found or run.resume == "latest":
+        return
+    if run.resume is None:
+        raise InputError(
+            f"output: `{output}` holds the run that saved `{found[-1]}`; wanted a folder without checkpoints",
+            hint="--resume latest goes on with that run; another --output, or removing the folder, begins a new one",
+        )
+    resumed = Path(run.resume)
+    is_own = resumed.resolve().parent == output.resolve()
+    later = [name for name in found if not is_own or _step_of_name(name) > _step_of(resumed)]
+    if later:
+        raise InputError(
+            f"output: `{output}` holds checkpoints that this run would not go on from, and `latest` would mean "
+            f"`{later[-1]}`; wanted none behind `{resumed}`",
+            reasons=later,
+            hint="another --output goes on from there and leaves them as they are; else move them away",
+        )
+
+
+def _check_names(output: Path) -> None:
+    """Refuses what the run could not write over, or would remove though it is not a run's.
+
+    Raises:
+        InputError: with all of it.
+    """
+    files = [output / name for name in _FILES if (output / name).exists() and not (output / name).is_file()]
+    folders = [path for name in _FOLDERS for path in output.glob(name) if path.is_symlink() or not path.is_dir()]
+    reasons = [f"`{path.name}` is no file" for path in files]
+    reasons += [f"`{path.name}` is no folder" for path in sorted(folders)]
+    if not reasons and (others := foreign(output / DRAFTER)):
+        reasons = [f"`{DRAFTER}` holds `{'`, `'.join(others)}`, which is not of an exported drafter"]
+    if reasons:
+        raise InputError(
+            f"output: `{output}` holds what is not a run's where the run will write; wanted nothing in the way",
+            reasons=reasons,
+            hint="move it away, or give another --output",
+        )
+
+
+def foreign(drafter: Path) -> list[str]:
+    """What stands in the folder of the exported drafter beside its files: nobody may remove it."""
+    return sorted(set(os.listdir(drafter)).difference(EXPORTED)) if drafter.is_dir() else []
+
+
+def _step_of_name(name: str) -> int:
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _step_of(folder: Path) -> int:
+    """The step of a checkpoint, whatever its folder is called; one that cannot be read is refused when it is loaded."""
+    try:
+        return int(json.loads((folder / "state.json").read_bytes())["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return _step_of_name(folder.name)
