@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -251,9 +252,12 @@ def traced(path: Path | None, steps: int) -> Iterator[Callable[[], None]]:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a run too short for a step that warms the profiler up
+        when = schedule(wait=max(settling - 1, 0), warmup=min(settling, 1), active=TRACED_STEPS, repeat=1)
     with profile(
         activities=activities,
-        schedule=schedule(wait=max(settling - 1, 0), warmup=min(settling, 1), active=TRACED_STEPS, repeat=1),
+        schedule=when,
         on_trace_ready=write,
         acc_events=True,
         experimental_config=_ExperimentalConfig(profile_all_threads=True),  # pairs run in threads of their own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +128,13 @@ def test_waits_for_batches_and_the_rest_are_the_hosts(seconds: Any) -> None:
     assert found.pairs[0].pair == 3
     assert found.pairs[0].parts == {"target": (5000.0, 5000.0)}
     assert found.to_json()["pairs"][0]["parts"]["target"] == {"device_ms": 5000.0, "host_ms": 5000.0}
+
+
+def test_a_run_shorter_than_a_trace_is_traced_without_a_warning(tmp_path: Path) -> None:
+    """Warnings are errors here."""
+    path = tmp_path / "made" / "trace.json"
+    with profiling.traced(path, steps=2) as traced:
+        for _ in range(2):
+            torch.ones(2) + 1
+            traced()
+    assert "aten::add" in path.read_text()
