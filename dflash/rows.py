@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import codecs
+import collections
 import dataclasses
 import importlib.util
 import json
@@ -19,7 +20,21 @@ from dflash.errors import DataError
 
 _CHUNK_BYTES = 1 << 20
 _LONGEST_RECORD = 1 << 28
-"""Characters after which a record that does not parse is taken for broken."""
+"""Characters after which a record that does not parse is taken for broken; bytes from which on a line is."""
+
+_OTHERS = (
+    (codecs.BOM_UTF32_LE, "is in UTF-32; wanted UTF-8"),  # begins like UTF-16
+    (codecs.BOM_UTF32_BE, "is in UTF-32; wanted UTF-8"),
+    (codecs.BOM_UTF16_LE, "is in UTF-16; wanted UTF-8"),
+    (codecs.BOM_UTF16_BE, "is in UTF-16; wanted UTF-8"),
+    (b"\x1f\x8b", "is compressed with gzip; wanted it unpacked"),
+    (b"\x28\xb5\x2f\xfd", "is compressed with zstd; wanted it unpacked"),
+    (b"\xfd7zXZ\x00", "is compressed with xz; wanted it unpacked"),
+    (b"BZh", "is compressed with bzip2; wanted it unpacked"),
+    (b"PK\x03\x04", "is a ZIP archive; wanted what is in it"),
+    (b"PAR1", "is a parquet file; wanted its name to end in `.parquet`"),
+)
+"""First bytes of files that are no JSON in UTF-8, and what to say of them."""
 
 _BLANKS = " \t\r\n"
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<subset>[\w.-]+))?(?:@(?P<revision>[^:]+))?(?::(?P<split>.+))?")
@@ -43,7 +58,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-    """What could not be read as a row; of an array, all that follows is lost too."""
+    """What could not be read as a row; of an array that is no JSON there, all that follows is lost too."""
 
     place: str
     why: str
@@ -147,13 +162,56 @@ def _json_rows(source: str) -> Rows:
             start = file.read(4096)
     except OSError as error:
         raise DataError(f"data: `{path}` cannot be read ({error.strerror}); wanted a JSONL file") from error
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"data: `{path}` is in UTF-16; wanted UTF-8")
+    for first, what in _OTHERS:
+        if start.startswith(first):
+            raise DataError(f"data: `{path}` {what}")
     start = start.removeprefix(codecs.BOM_UTF8).lstrip(_BLANKS.encode())
     return JsonArray(path) if start.startswith(b"[") else JsonLines(path)
 
 
 # ---------------------------------------------------------------------------------------------- JSON
+
+
+class _Decoder:
+    """Decodes JSON, and says which names stand twice in an object, of which Python would lose the first value.
+
+    Attributes:
+        repeated: such names of the newest value.
+    """
+
+    def __init__(self) -> None:
+        self.repeated: list[str] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
+
+    def whole(self, text: str) -> Any:
+        """The value that the text is.
+
+        Raises:
+            ValueError: it is none.
+        """
+        self.repeated.clear()
+        return self._decoder.decode(text)
+
+    def first(self, text: str, begin: int) -> tuple[Any, int]:
+        """The value that begins there, and where it ends.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self.repeated.clear()
+        return self._decoder.raw_decode(text, begin)
+
+    def why(self) -> str:
+        """What is wrong with the newest value; empty where nothing is."""
+        names = list(dict.fromkeys(self.repeated))
+        return f"`{'`, `'.join(names)}` stands twice in an object" if names else ""
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            counts = collections.Counter(name for name, _ in pairs)
+            self.repeated += [name for name, count in counts.items() if count > 1]
+        return made
 
 
 class JsonLines:
@@ -164,13 +222,20 @@ class JsonLines:
         self._path = path
 
     def __iter__(self) -> Iterator[Row | Broken]:
+        decoder = _Decoder()
         with self._path.open("rb") as file:
             offset = 0
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_RECORD), b""), 1):
+                if len(line) == _LONGEST_RECORD and not line.endswith(b"\n"):
+                    yield Broken(f"line {number}", f"longer than {_LONGEST_RECORD} bytes, from byte {offset} on")
+                    while (more := file.readline(_CHUNK_BYTES)) and not more.endswith(b"\n"):
+                        pass
+                    offset = file.tell()
+                    continue
                 if offset == 0 and line.startswith(codecs.BOM_UTF8):
                     offset, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
                 if line.strip(_BLANKS.encode()):
-                    yield _row_of(line, offset, f"line {number}")
+                    yield _row_of(decoder, line, offset, f"line {number}")
                 offset += len(line)
 
     def at(self, key: int) -> Any:
@@ -179,12 +244,12 @@ class JsonLines:
             return _DECODER.decode(file.readline().decode().strip(_BLANKS))
 
 
-def _row_of(line: bytes, offset: int, place: str) -> Row | Broken:
+def _row_of(decoder: _Decoder, line: bytes, offset: int, place: str) -> Row | Broken:
     try:
-        data = _DECODER.decode(line.decode().strip(_BLANKS))
+        data = decoder.whole(line.decode().strip(_BLANKS))
     except (ValueError, RecursionError) as error:
         return Broken(place, _why(error, line, offset, cut=not line.endswith(b"\n")))
-    return Row(offset, place, data)
+    return Broken(place, decoder.why()) if decoder.repeated else Row(offset, place, data)
 
 
 def _why(error: ValueError | RecursionError, text: bytes, offset: int, *, cut: bool) -> str:
@@ -264,7 +329,8 @@ class JsonArray:
                 return
             self._starts.append(start)
             self._ends.append(text.offset)
-            yield Row(len(self._starts) - 1, place, data)
+            repeated = text.decoder.why()
+            yield Broken(place, repeated) if repeated else Row(len(self._starts) - 1, place, data)
             first = False
             text.skip_comma()
 
@@ -288,6 +354,7 @@ class _Text:
     Attributes:
         offset: byte in the file of the next character.
         comma: whether ``skip_comma`` has just passed one.
+        decoder: of its values.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -300,6 +367,7 @@ class _Text:
         self._chunk = _CHUNK_BYTES
         self.offset = 0
         self.comma = False
+        self.decoder = _Decoder()
         if self._more() and self._text.startswith("\ufeff"):
             self._pass(1)
 
@@ -340,7 +408,7 @@ class _Text:
         self._chunk = _CHUNK_BYTES
         while True:
             try:
-                data, end = _DECODER.raw_decode(self._text, self._at)
+                data, end = self.decoder.first(self._text, self._at)
             except json.JSONDecodeError:
                 if len(self._text) - self._at > _LONGEST_RECORD or not self._more():
                     raise

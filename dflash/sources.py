@@ -146,6 +146,7 @@ class RowSource:
         self._hash = hashlib.sha256()
         self._unparsed = False
         faults: list[tuple[str, str]] = []
+        self._num_faults = 0
         try:
             for batch in _batches(rows):
                 self._scan(batch, faults, broken)
@@ -153,7 +154,7 @@ class RowSource:
             raise DataError(f"data: `{self.name}` cannot be read ({error.strerror or error})") from error
         self.digest = self._hash.hexdigest()
         if faults:
-            raise _faulty(self.name, faults, broken=self._unparsed)
+            raise _faulty(self.name, faults, self._num_faults, broken=self._unparsed)
         if not self._keys:
             why = [f"{count} × {reason}{self._example(reason)}" for reason, count in self.dropped.items()]
             raise DataError(f"data: `{self.name}` has no sample to train on", reasons=why or ["it holds no row"])
@@ -165,12 +166,12 @@ class RowSource:
                 if broken == SKIP:
                     self._drop(Dropped(BROKEN, row.why), row.place)
                 else:
-                    faults.append((row.place, row.why))
+                    self._refuse(faults, row.place, row.why)
                     self._unparsed = True
                 continue
             item = next(encoded)
             if isinstance(item, Faulty):
-                faults.append((row.place, item.why))
+                self._refuse(faults, row.place, item.why)
             elif isinstance(item, Dropped):
                 self._drop(item, row.place)
             else:
@@ -192,6 +193,12 @@ class RowSource:
                 self._hash.update(part.tobytes())
             self.num_tokens += len(supervised)
             self.num_supervised += int(supervised.sum())
+
+    def _refuse(self, faults: list[tuple[str, str]], place: str, why: str) -> None:
+        """Takes a fault in; what will not be shown is only counted: a wrong file may have one in every line."""
+        self._num_faults += 1
+        if self._num_faults <= _SHOWN:
+            faults.append((place, why))
 
     def _drop(self, item: Dropped, place: str) -> None:
         self.dropped[item.reason] += 1
@@ -238,15 +245,15 @@ def _batches(rows: Rows) -> Iterator[list[Row | Broken]]:
         yield batch
 
 
-def _faulty(name: str, faults: list[tuple[str, str]], *, broken: bool) -> DataError:
+def _faulty(name: str, faults: list[tuple[str, str]], count: int, *, broken: bool) -> DataError:
     """Every place with what is wrong there; places with the same fault in one line."""
     places: dict[str, list[str]] = {}
-    for place, why in faults[:_SHOWN]:
+    for place, why in faults:
         places.setdefault(why, []).append(place)
     shown = [f"{_runs(found)}: {why}" for why, found in places.items()]
-    if len(faults) > _SHOWN:
-        shown.append(f"and {len(faults) - _SHOWN} more")
-    rows = f"{len(faults)} faulty row{'s' if len(faults) > 1 else ''}"
+    if count > len(faults):
+        shown.append(f"and {count - len(faults)} more")
+    rows = f"{count} faulty row{'s' if count > 1 else ''}"
     return DataError(f"data: `{name}` has {rows}", reasons=shown, hint=SKIP_HINT if broken else None)
 
 

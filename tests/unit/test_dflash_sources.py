@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import bz2
 import contextlib
 import copy
 import dataclasses
+import gzip
 import importlib.util
 import json
+import lzma
 import sys
 import types
 from pathlib import Path
@@ -112,6 +115,71 @@ def test_broken_lines_are_left_out_only_when_asked(tmp_path: Path) -> None:
     assert made.examples[sources.BROKEN].startswith("line 2: no JSON")
     with pytest.raises(DataError, match="2 faulty rows"):
         source(path)
+
+
+REPEATED = '{"text": "abc"}, {"text": "one", "x": 1, "text": "two", "x": 2}, {"x": {"y": 1, "y": 2}}, {"text": "abcd"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [("r.jsonl", REPEATED.replace("}, {", "}\n{"), "line"), ("r.json", f"[{REPEATED}]", "record")],
+)
+def test_a_name_that_stands_twice_in_an_object_loses_no_value_silently(
+    name: str, text: str, kind: str, tmp_path: Path
+) -> None:
+    path, first = written(tmp_path / name, text), 2 if kind == "line" else 1
+    with pytest.raises(DataError, match="has 2 faulty rows") as caught:
+        source(path)
+    assert caught.value.reasons == (
+        f"{kind} {first}: `text`, `x` stands twice in an object",
+        f"{kind} {first + 1}: `y` stands twice in an object",
+    )
+    made = source(path, broken="skip")
+    assert texts(made) == ["abc", "abcd"]
+    assert made.dropped == {sources.BROKEN: 2}
+
+
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a file that is no text at all."""
+    monkeypatch.setattr(rows, "_LONGEST_RECORD", 64)
+    monkeypatch.setattr(rows, "_CHUNK_BYTES", 16)
+    good = '{"text": "abc"}\n'
+    path = written(tmp_path / "long.jsonl", good + "x" * 64 + "\n" + good + "x" * 63 + "\n" + "\0" * 1000)
+    with pytest.raises(DataError, match="has 3 faulty rows") as caught:
+        source(path)
+    at = len(good)
+    assert caught.value.reasons[0] == f"line 2: longer than 64 bytes, from byte {at} on"
+    assert caught.value.reasons[2] == f"line 5: longer than 64 bytes, from byte {2 * at + 129} on"
+    made = source(path, broken="skip")
+    assert texts(made) == ["abc", "abc"]
+
+
+def test_a_file_of_another_format_is_called_by_its_name(tmp_path: Path) -> None:
+    text = b'{"text": "abc"}\n'
+    contents = {
+        "compressed with gzip": gzip.compress(text),
+        "compressed with bzip2": bz2.compress(text),
+        "compressed with xz": lzma.compress(text),
+        "in UTF-32": text.decode().encode("utf-32"),
+        "in UTF-16": text.decode().encode("utf-16"),
+        "a parquet file; wanted its name to end in `.parquet`": b"PAR1" + bytes(20),
+    }
+    for what, content in contents.items():
+        with pytest.raises(DataError, match=f"rows.jsonl` is {what}"):
+            source(written(tmp_path / "rows.jsonl", content), broken="skip")
+
+
+def test_faults_that_are_not_shown_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, faulty = [], sources._faulty
+
+    def counting(name: str, faults: list[tuple[str, str]], *rest: Any, **more: Any) -> DataError:
+        kept.append(len(faults))
+        return faulty(name, faults, *rest, **more)
+
+    monkeypatch.setattr(sources, "_faulty", counting)
+    with pytest.raises(DataError, match="has 999 faulty rows"):
+        source(written(tmp_path / "wrong.jsonl", "x\n" * 999))
+    assert kept == [sources._SHOWN]
 
 
 def test_many_faults_are_counted_and_the_first_shown(tmp_path: Path) -> None:
