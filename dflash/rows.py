@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import codecs
 import collections
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -482,15 +483,41 @@ class DatasetRows:
         try:
             self._rows = load(datasets)
         except Exception as error:  # the library raises its own, Arrow's, the Hub client's and the system's errors
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DataError(f"data: `{name}` cannot be loaded ({reason}); wanted a data set") from error
+            raise DataError(f"data: `{name}` cannot be loaded ({_reason(error)}); wanted a data set") from error
         if isinstance(self._rows, Mapping):
             splits = ", ".join(f"`{split}`" for split in self._rows)
             raise DataError(f"data: `{name}` has the splits {splits}; wanted one of them as `{name}:split`")
 
     def __iter__(self) -> Iterator[Row | Broken]:
-        for number, data in enumerate(self._rows):
+        number, left = 0, iter(self._rows)
+        while True:
+            with self._reading(number):
+                data = next(left, None)
+            if data is None:
+                return
             yield Row(number, f"row {number}", data)
+            number += 1
 
     def at(self, key: int) -> Any:
-        return self._rows[key]
+        with self._reading(key):
+            return self._rows[key]
+
+    @contextlib.contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        """Says which row the library cannot read: of a damaged file, or of a column that needs another package."""
+        try:
+            yield
+        except Exception as error:  # of any kind, as above
+            raise DataError(f"data: row {number} of `{self.name}` cannot be read ({_reason(error)})") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, and of what caused it: the library hides the one behind the other."""
+    reasons = []
+    cause: BaseException | None = error
+    while cause is not None:
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        if reason not in reasons:
+            reasons.append(reason)
+        cause = cause.__cause__
+    return ": ".join(reasons)

@@ -486,6 +486,33 @@ def test_what_the_library_cannot_load(library: FakeLibrary) -> None:
     assert caught.value.reasons == ("row 0: `text` is no text",)
 
 
+class DamagedRows(list[Any]):
+    """The library finds damage, or a column that it cannot decode, when it comes to a row."""
+
+    def __iter__(self) -> Any:
+        yield self[0]
+        yield self[1]
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == 1:
+            raise ImportError("To support decoding images, please install 'Pillow'.")
+        return super().__getitem__(key)
+
+
+def test_a_row_that_the_library_cannot_read_is_named_with_the_cause(library: FakeLibrary) -> None:
+    library.rows = DamagedRows([{"text": "one"}, {"text": "two"}])
+    with pytest.raises(DataError, match=r"row 1 of `owner/name` cannot be read \(To support decoding images"):
+        source("owner/name")
+    with pytest.raises(DataError, match="row 1 of `owner/name` cannot be read"):
+        rows.open_rows("owner/name").at(1)
+    library.rows = RuntimeError("An error occurred while generating the dataset")
+    library.rows.__cause__ = OSError("Unexpected end of stream\nmore")
+    with pytest.raises(
+        DataError, match=r"\(An error occurred while generating the dataset: Unexpected end of stream\)"
+    ):
+        rows.open_rows("owner/name")
+
+
 @pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet", "absent", "a/b/c/d", "x" * 300])
 def test_what_is_not_there_is_known_at_once(name: str) -> None:
     with pytest.raises(DataError, match=r"is no file|cannot be read"):
