@@ -18,7 +18,7 @@ import dflash
 from dflash import config, errors, placement, ranks, render
 from dflash.config import RunConfig
 from dflash.errors import ExitCode
-from dflash.stop import Stop, Terminated, terminable
+from dflash.stop import Interrupted, Stop, Terminated, terminable
 from kernelbake.errors import InputError, KernelbakeError
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ def train(
     if not here.leads:
         render.only_errors()
     plan = launch.settle(launch.placed(_load(file, settings, given), here))
+    if stock:
+        launch.check_stock(plan)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ranks.joined(here))
         here.together(lambda: _hold(stack, plan.run) if here.leads else None)
@@ -361,15 +363,21 @@ def _code(function: Callable[[], Any]) -> int:
     except click.ClickException as error:
         return _refuse(InputError(f"dflash: {error.format_message().rstrip('.')}"))
     except KernelbakeError as error:
-        code = _refuse(error)
-        if isinstance(error, errors.HangError) or ranks.is_one_of_several():
-            render.flush()
-            os._exit(code)  # threads and devices that wait for others would keep this process from ending
-        return code
+        return _ended_by(error)
+    except Interrupted as signalled:
+        return _ended_by(signalled.error)
     except Exception:
         render.fault(traceback.format_exc())
         return ExitCode.FAULT
     return ExitCode.DONE
+
+
+def _ended_by(error: KernelbakeError) -> int:
+    code = _refuse(error)
+    if isinstance(error, errors.HangError) or ranks.is_one_of_several():
+        render.flush()
+        os._exit(code)  # threads and devices that wait for others would keep this process from ending
+    return code
 
 
 def _refuse(error: KernelbakeError) -> int:

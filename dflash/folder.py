@@ -26,6 +26,13 @@ def check(run: RunConfig) -> None:
     output = Path(run.output)
     _check_names(output)
     found = sorted((path.parent.name for path in output.glob("step-*/state.json")), key=_step_of_name)
+    if run.resume == "latest" and not found:
+        raise InputError(
+            f"resume: `{output}` holds no checkpoint; wanted one to go on from",
+            hint="without --resume a new run begins there; --output names another folder",
+        )
+    if run.resume is not None and run.resume != "latest" and not (Path(run.resume) / "state.json").is_file():
+        raise InputError(f"resume: `{run.resume}` is no checkpoint; wanted a folder with `state.json`, or `latest`")
     if not found or run.resume == "latest":
         return
     if run.resume is None:

@@ -78,19 +78,42 @@ def settle(run: RunConfig) -> Plan:
         raise InputError(f"bundle `{run.bundle}`: made for workload `{held.plugin}`; wanted `{WORKLOAD.name}`")
     tracking.check(run.tracking)
     spec = section.of_run(run, held.section)
-    _check_devices(run, interpreted=held.made == INTERPRETED)
+    if held.made == INTERPRETED:
+        _check_interpreter(run, spec)
     capturable.check(run.graphs, spec, interpreted=held.made == INTERPRETED)
     if spec.data.source != STDLIB:
         rows.check_named(spec.data.source)
     return Plan(run, spec, held)
 
 
-def _check_devices(run: RunConfig, *, interpreted: bool) -> None:
-    all_numbered = set(numbered(max((pair.target for pair in run.pairs), default=0) + 1))
-    if interpreted and not set(run.pairs) <= all_numbered:
+def _check_interpreter(run: RunConfig, spec: Spec) -> None:
+    """Refuses what Triton's interpreter cannot do.
+
+    Raises:
+        InputError: a second device, or a dtype that it computes wrongly.
+    """
+    if not set(run.pairs) <= set(numbered(max((pair.target for pair in run.pairs), default=0) + 1)):
         raise InputError(
             "devices: the bundle was made by the interpreter, which has one device; wanted `0`",
             hint="--dp-pairs makes several pairs on it",
+        )
+    if spec.axes.dtype != "float32":
+        raise InputError(
+            f"batch.dtype: `{spec.axes.dtype}` with a bundle that was made by the interpreter; wanted `float32`",
+            hint="Triton's interpreter computes bfloat16 wrongly in the Gated-DeltaNet kernels",
+        )
+
+
+def check_stock(plan: Plan) -> None:
+    """Refuses a stock run where nothing can be tuned.
+
+    Raises:
+        InputError: Triton's interpreter runs the kernels, and Triton times candidates on a GPU only.
+    """
+    if plan.interpreted:
+        raise InputError(
+            "train: --stock with a bundle that was made by the interpreter; wanted a GPU's, as Triton tunes on a GPU",
+            hint="leave --stock away: the bundle's choices run in the interpreter, too",
         )
 
 

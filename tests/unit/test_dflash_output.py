@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dflashspec
 import pytest
 
 from dflash import config, folder, launch
@@ -20,6 +21,7 @@ from dflash.errors import TrainingStoppedError
 from dflash.metrics import Scores
 from dflash.proof import Proof
 from dflash.reports import Log, Made, StepReport
+from dflash.spec import Spec
 from kernelbake.errors import BundleError, ExitCode, InputError, LockedError
 
 HOLD = (
@@ -55,6 +57,26 @@ def test_a_new_run_is_refused_where_another_left_checkpoints(tmp_path: Path) -> 
         folder.check(configured())
     assert "--resume latest" in str(caught.value.hint)
     folder.check(configured(resume="latest"))
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_takes_time(tmp_path: Path) -> None:
+    options = {"output": str(tmp_path)}
+    with pytest.raises(InputError, match="holds no checkpoint; wanted one to go on from"):
+        folder.check(config.load(None, (), {**options, "resume": "latest"}))
+    with pytest.raises(InputError, match="is no checkpoint; wanted a folder with `state.json`, or `latest`"):
+        folder.check(config.load(None, (), {**options, "resume": str(tmp_path / "step-00000001")}))
+
+
+def test_what_the_interpreter_cannot_do_is_refused() -> None:
+    section = Spec.parse(dflashspec.changed("axes.dtype", "bfloat16"))
+    run = config.load(None, (), {"bundle": "bundle.tar"})
+    with pytest.raises(InputError, match="batch.dtype: `bfloat16` with a bundle that was made by the interpreter"):
+        launch._check_interpreter(run, section)
+    held = SimpleNamespace(made="interpreted")
+    with pytest.raises(InputError, match="--stock with a bundle that was made by the interpreter"):
+        launch.check_stock(launch.Plan(run, section, held))
+    held.made = "measured"
+    launch.check_stock(launch.Plan(run, section, held))
 
 
 def checkpoints(output: Path, *steps: int) -> None:
