@@ -11,6 +11,24 @@ from types import FrameType
 from dflash.errors import InterruptedRunError
 
 
+class Interrupted(BaseException):
+    """A signal came while there was nothing to save.
+
+    It is no ``Exception``: data, templates and libraries may fail at anything, and what handles their errors would take
+    a signal for one of them and go on.
+
+    Args:
+        number: of the signal.
+
+    Attributes:
+        error: what to say of it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.error = InterruptedRunError(number, "no step was made yet, nothing is lost")
+        super().__init__(self.error.message)
+
+
 class Stop:
     """Signals as a wish: the first ends the run after the current step, the second at once.
 
@@ -37,7 +55,7 @@ class Stop:
             signal.raise_signal(number)
         self.number = number
         if not self.armed:
-            raise InterruptedRunError(number, "no step was made yet, nothing is lost")
+            raise Interrupted(number)
 
 
 class Terminated(BaseException):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from dflash import checkpoint, config, export, target, trainer
 from dflash.errors import DataError, ExitCode, InterruptedRunError, ResumeError, TrainingStoppedError
 from dflash.spec import Spec
-from dflash.stop import Stop
+from dflash.stop import Interrupted, Stop
 from dflash.trainer import Job, StepReport
 from kernelbake.errors import InputError
 
@@ -152,7 +152,7 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(text: Path, tm
 def test_signals_have_their_codes_and_an_idle_run_ends_at_once() -> None:
     assert InterruptedRunError(2, "").exit_code == ExitCode.INTERRUPTED
     stop = Stop()
-    with pytest.raises(InterruptedRunError, match="nothing is lost"):
+    with pytest.raises(Interrupted, match="nothing is lost"):
         stop._on(2, None)
     armed = Stop()
     armed.armed = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import types
 import unicodedata
 from typing import Any
 
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 
 from dflash import chat
 from dflash.chat import ChatRenderer, Dropped, Tokenized
-from dflash.errors import DataError
+from dflash.errors import DataError, ExitCode
+from dflash.stop import Interrupted, Stop
 
 TALK = turns("hello", "fine, thanks", "and now?", "Über 日本語\n\n!")
 THOUGHTS = turns("hello", "<think>\nwhy\n</think>\n\nfine", "and now?", "<think>\nhm\n</think>\n\nanswer")
@@ -254,3 +257,18 @@ def test_a_tokenizer_without_offsets_is_refused() -> None:
 def test_offsets_must_cover_the_text(offsets: list[tuple[int, int]], wanted: list[tuple[int, int]] | None) -> None:
     ranges_T2 = chat._ranges("ab cd", offsets)
     assert (ranges_T2 if ranges_T2 is None else list(map(tuple, ranges_T2.tolist()))) == wanted
+
+
+def test_a_signal_while_a_template_renders_is_not_taken_for_a_fault_of_the_template() -> None:
+    """The sample would be dropped, and the run go on."""
+    stop, fast = Stop(), chats.tokenizer(chats.CHATML)
+    renderer = ChatRenderer(fast)
+
+    def interrupted(*args: Any, **options: Any) -> str:
+        stop._on(signal.SIGINT, None)
+        return "not reached"
+
+    renderer._tokenizer = types.SimpleNamespace(apply_chat_template=interrupted)
+    with pytest.raises(Interrupted, match="train: stopped by SIGINT; no step was made yet") as caught:
+        renderer.tokenize([{"messages": TALK}])
+    assert caught.value.error.exit_code == ExitCode.INTERRUPTED
