@@ -92,6 +92,15 @@ class _Drop(Exception):
         self.value = Dropped(reason, detail)
 
 
+def _no_date(pattern: str) -> str:
+    """In place of the function by which transformers gives templates today's date.
+
+    Raises:
+        ValueError: always: samples that change at midnight are not those that were checked, and runs could not go on.
+    """
+    raise ValueError("it asks for today's date; wanted a template with a fixed one (data.template)")
+
+
 def messages_of(row: Mapping[str, Any]) -> list[Message] | Dropped:
     """The messages of a row: ``messages`` with role and content, or ``conversations`` with from and value.
 
@@ -175,7 +184,7 @@ class ChatRenderer:
         self, tokenizer: Any, *, template: str | None = None, options: Mapping[str, Any] | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._options = dict(options or {})
+        self._options = {"strftime_now": _no_date, **(options or {})}
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
                 f"data: `{type(tokenizer).__name__}` gives no offsets of its tokens; wanted a fast tokenizer",

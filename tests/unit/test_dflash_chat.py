@@ -272,3 +272,14 @@ def test_a_signal_while_a_template_renders_is_not_taken_for_a_fault_of_the_templ
     with pytest.raises(Interrupted, match="train: stopped by SIGINT; no step was made yet") as caught:
         renderer.tokenize([{"messages": TALK}])
     assert caught.value.error.exit_code == ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize("mark", ["{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"])
+def test_a_template_that_asks_for_the_date_is_refused(mark: str) -> None:
+    """Its samples would be others on the next day: other tokens in use than were checked, and no way to resume."""
+    dated = "{% if asks %}{{ strftime_now('%d %b') }}{% endif %}{% for message in messages %}<" + mark + ">{% endfor %}"
+    item = one(dated, {"messages": TALK}, asks=True)
+    assert isinstance(item, Dropped)
+    assert item.reason == chat.REFUSED
+    assert "it asks for today's date; wanted a template with a fixed one" in item.detail
+    assert isinstance(one(dated, {"messages": TALK}, asks=False), Tokenized)
