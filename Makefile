@@ -34,10 +34,10 @@ test: $(READY) ## lint, types and every kind of test that needs no GPU
 	@PY="$(PY)" tools/test lint types unit attacks golden compile interpret
 
 test-long: $(READY) ## the same with the long property tests whole
-	@KERNELBAKE_LONG=1 PY="$(PY)" tools/test lint types unit attacks golden compile interpret
+	@KERNELBAKE_LONG=1 PYTEST_TIMEOUT=7200 PY="$(PY)" tools/test lint types unit attacks golden compile interpret
 
 test-gpu: $(READY) ## the tests that need a GPU; a missing GPU is a failure
-	@KERNELBAKE_REQUIRE_GPU=1 PY="$(PY)" tools/test gpu
+	@KERNELBAKE_REQUIRE_GPU=1 PYTEST_TIMEOUT=1800 PY="$(PY)" tools/test gpu
 
 test-triton-versions: $(READY) ## the planner with the oldest and the newest Triton (TRITONS="3.6.0 3.9.0", or folders)
 	@PY="$(PY)" tools/test-triton-versions $(TRITONS)
