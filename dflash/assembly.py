@@ -67,9 +67,16 @@ _CHANGE_NUMBERS = ("steps", "gamma", "batch", "optimizer", "loss")
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     """What a resumed run does otherwise than before, in one line, if anything."""
-    then, here = (_flat({name: run.get(name) for name in _CHANGE_NUMBERS}, "") for run in (before, now))
+    then, here = (_flat(_numbers(run), "") for run in (before, now))
     found = [f"{name} `{then[name]}`, now `{here[name]}`" for name in here if name in then and then[name] != here[name]]
     return (f"resume: not the run that it was: {'; '.join(found)}",) if found else ()
+
+
+def _numbers(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a run's configuration what changes numbers and no checkpoint refuses; other data, it does."""
+    data = run.get("data")
+    shuffled = data.get("shuffle_labels") if isinstance(data, Mapping) else None
+    return {**{name: run.get(name) for name in _CHANGE_NUMBERS}, "data": {"shuffle_labels": shuffled}}
 
 
 def _needs(job: Job, places: Sequence[tuple[torch.device, ...]]) -> list[memory.Need]:

@@ -73,7 +73,11 @@ class State:
 
 def folder(output: Path, step: int) -> Path:
     """Where the checkpoint of a step is, or would be."""
-    return output / f"{PREFIX}{step:08d}"
+    return output / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"{PREFIX}{step:08d}"
 
 
 def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -213,7 +217,11 @@ def find(output: Path, resume: str) -> Path:
     """
     if resume != LATEST:
         folder = Path(resume)
-        if not (folder / _STATE).is_file():
+        try:
+            is_one = (folder / _STATE).is_file()
+        except OSError:  # no name that a path can have
+            is_one = False
+        if not is_one:
             raise InputError(f"resume: `{folder}` is no checkpoint; wanted a folder with `{_STATE}`, or `{LATEST}`")
         return folder
     found = _whole(output)
@@ -232,6 +240,11 @@ def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
         state, tensors = _state(folder), load_file(folder / _TENSORS)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise InputError(f"resume: `{folder}` is broken ({error}); wanted a complete checkpoint") from error
+    if folder.name.startswith(PREFIX) and folder.name != _name(state.step):
+        raise InputError(
+            f"resume: `{folder}` holds step `{state.step}`; wanted it to be called `{_name(state.step)}`, as "
+            f"`{LATEST}` goes by names"
+        )
     made = {name: _digest(tensor) for name, tensor in tensors.items()}
     said = made if state.digests is None else state.digests
     damaged = [f"`{name}`" for name, digest in made.items() if said.get(name) != digest]

@@ -41,7 +41,7 @@ def check(run: RunConfig) -> None:
             hint="--resume latest goes on with that run; another --output, or removing the folder, begins a new one",
         )
     resumed = Path(run.resume)
-    is_own = resumed.resolve().parent == output.resolve()
+    is_own = os.path.dirname(os.path.realpath(resumed)) == os.path.realpath(output)
     later = [name for name in found if not is_own or _step_of_name(name) > _step_of(resumed)]
     if later:
         raise InputError(

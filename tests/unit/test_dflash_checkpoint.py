@@ -155,6 +155,20 @@ def test_a_state_that_is_not_finite_is_not_saved(bad: float, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == [before.name]
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    """``latest`` would mean it forever, or never."""
+    for name in ("step-00000009", "step-abc"):
+        folder = save(tmp_path, 6, 6.0).rename(tmp_path / name)
+        with pytest.raises(InputError, match="holds step `6`; wanted it to be called `step-00000006`"):
+            checkpoint.load(folder)
+    assert value(folder.rename(tmp_path / "good")) == 6.0
+
+
+def test_a_name_that_no_path_can_have_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no checkpoint; wanted a folder with `state.json`"):
+        checkpoint.find(tmp_path, "x" * 5000)
+
+
 def test_what_remains_of_a_run_is_said(tmp_path: Path) -> None:
     assert checkpoint.remains(tmp_path) == "no checkpoint was saved before"
     save(tmp_path, 1, 1.0)

@@ -175,11 +175,11 @@ def test_a_resumed_run_says_what_it_does_otherwise_and_has_steps_left(tmp_path: 
     steps(job(tmp_path / "run", 10, steps=3, **buckets))
     same = trainer.build(job(tmp_path / "run", 10, steps=3, resume="latest", watchdog_seconds=5, **buckets))
     assert not any(note.startswith("resume: ") for note in same.notes)
-    options = {"loss.weights": "d-pace", **buckets}
+    options = {"loss.weights": "d-pace", "data.shuffle_labels": True, **buckets}
     other = trainer.build(job(tmp_path / "run", 10, steps=4, resume="latest", **options))
     [note] = [note for note in other.notes if note.startswith("resume: ")]
     told = ("steps `3`, now `4`", "loss.weights `decay`, now `d-pace`", "loss.alpha `None`, now `0.5`")
-    assert note == f"resume: not the run that it was: {'; '.join(told)}"
+    assert note == f"resume: not the run that it was: {'; '.join(told)}; data.shuffle_labels `False`, now `True`"
     with pytest.raises(InputError, match=r"steps: found `2`; wanted at least `3`, where the checkpoint is"):
         trainer.build(job(tmp_path / "run", 10, steps=2, resume="latest"))
 
