@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,19 +232,29 @@ class Log:
         Raises:
             TrainingStoppedError: it cannot be written.
         """
+        self._shorten(lambda line: _stays(line, step))
+
+    def _shorten(self, stays: Callable[[bytes], bool], end: bytes = b"") -> bool:
+        """Leaves lines out and puts others at the end, at once or not at all; whether there was any to leave out.
+
+        Raises:
+            TrainingStoppedError: it cannot be written.
+        """
         try:
             if not self._path.exists():
-                return
+                return False
             with self._path.open("rb") as file:
-                if all(_stays(line, step) for line in file):
-                    return
+                if all(map(stays, file)):
+                    return False
                 file.seek(0)
                 partial = self._path.with_name(f".{self._path.name}.partial")
                 with partial.open("wb") as shorter:
-                    shorter.writelines(line for line in file if _stays(line, step))
+                    shorter.writelines(filter(stays, file))
+                    shorter.write(end)
             partial.replace(self._path)
         except OSError as error:
             raise self._not_written(error) from error
+        return True
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends a line.
@@ -257,6 +267,20 @@ class Log:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise self._not_written(error) from error
+        self._tell(line)
+
+    def write_again(self, line: dict[str, Any]) -> None:
+        """Writes a validation in the place of the one of the same step, where an earlier run has left it.
+
+        Raises:
+            TrainingStoppedError: it cannot be written; what stood there is still whole.
+        """
+        if self._shorten(lambda one: not _is_validation(one, line["step"]), json.dumps(line).encode() + b"\n"):
+            self._tell(line)
+        else:
+            self.write(line)
+
+    def _tell(self, line: dict[str, Any]) -> None:
         for sink in self._sinks:
             sink.write(line)
 
@@ -268,6 +292,10 @@ class Log:
 
 def _stays(line: bytes, step: int) -> bool:
     return line.endswith(b"\n") and _step_of(line) <= step
+
+
+def _is_validation(line: bytes, step: int) -> bool:
+    return b'"validation"' in line and _step_of(line) == step
 
 
 def _step_of(line: bytes) -> float:

@@ -48,12 +48,13 @@ def train(trainer: Trainer, stop: Stop, on_stuck: OnStuck | None = None) -> Iter
         InterruptedRunError: a signal came; the state was saved.
         DataError: the data changed while it was in use; the state was saved.
     """
-    job = trainer.job
+    job, began = trainer.job, trainer.done
     yield from steps(trainer, stop, on_stuck)
     saved = trainer.save()
     if stop.number is not None:
         raise InterruptedRunError(stop.number, f"step {trainer.done} of {job.run.steps} is saved in `{saved}`")
-    _validate(trainer, Log(job.output, trainer.sinks) if job.ranks.leads else None, stop)
+    log = Log(job.output, trainer.sinks) if job.ranks.leads else None
+    _validate(trainer, log, stop, again=trainer.done == began)
     if stop.number is not None:
         raise InterruptedRunError(
             stop.number, f"all {trainer.done} steps are saved in `{saved}`, no drafter is written"
@@ -278,11 +279,19 @@ class _Loop:
         return None
 
 
-def _validate(trainer: Trainer, log: Log | None, stop: Stop) -> None:
-    """Validates and logs what came of it, unless a signal comes."""
+def _validate(trainer: Trainer, log: Log | None, stop: Stop, *, again: bool = False) -> None:
+    """Validates and logs what came of it, unless a signal comes.
+
+    Args:
+        trainer: the run.
+        log: of the run, on the rank that leads.
+        stop: a wish to stop.
+        again: whether an earlier run may have logged this step's validation.
+    """
     found = trainer.validate(stop)
     if found is not None and log is not None:
-        log.write({"step": trainer.done, "validation": dataclasses.asdict(found)})
+        line = {"step": trainer.done, "validation": dataclasses.asdict(found)}
+        (log.write_again if again else log.write)(line)
 
 
 def _peak_bytes(pairs: Sequence[Pair]) -> dict[str, int]:

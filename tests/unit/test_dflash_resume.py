@@ -151,6 +151,19 @@ def test_the_log_of_a_resumed_run_is_that_of_the_unbroken_one(torn: str, tmp_pat
     assert [step for step, _ in logged(tmp_path / "killed")] == [step for step, _ in logged(whole)]
 
 
+def test_a_run_that_only_validates_leaves_one_validation_of_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    steps(job(tmp_path / "run", 10, steps=3, data__held_out=4))
+    before = path.read_text()
+    for _ in range(2):
+        assert not steps(job(tmp_path / "run", 10, steps=3, data__held_out=4, resume="latest"))
+    assert path.read_text() == before
+    steps(job(tmp_path / "run", 10, steps=5, data__held_out=4, resume="latest", checkpoint_every=1))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation" in line] == [3, 4, 5]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
+
+
 def test_other_samples_under_the_same_name_are_refused(tmp_path: Path) -> None:
     """As many as before, and as long."""
     steps(job(tmp_path / "run", 10, steps=1))
