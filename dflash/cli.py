@@ -202,7 +202,10 @@ def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint
     made.profiler = profiling.Profiler(made.pairs) if asked.profile else None
     made_steps = reports.Made()
     try:
-        with render.training(plan.run.steps) as show, profiling.traced(asked.trace, plan.run.steps) as traced:
+        with (
+            render.training(plan.run.steps, str(job.output / "metrics.jsonl")) as show,
+            profiling.traced(asked.trace, plan.run.steps) as traced,
+        ):
             for report in trainer.train(made, stop, _end_at_once):
                 made_steps.add(report)
                 show(report)

@@ -12,11 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from kernelbake.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from dflash.profiling import Profile
     from dflash.trainer import StepReport
     from kernelbake.errors import KernelbakeError
@@ -108,14 +110,36 @@ def flush() -> None:
         _write(stream, "")
 
 
+class _Lasting:
+    """A stream for rich, which would end a run with the terminal that it writes to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        _write(self._stream, text)
+        return len(text)
+
+    def flush(self) -> None:
+        _write(self._stream, "")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _console() -> Console:
+    """stderr for rich."""
+    from rich.console import Console
+
+    return Console(file=cast("TextIO", _Lasting(sys.stderr)))
+
+
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
     """Says what is being done, and how long it took."""
     begin = time.monotonic()
     if sys.stderr.isatty() and _says["progress"]:
-        from rich.console import Console
-
-        with Console(stderr=True).status(what):
+        with _console().status(what):
             yield
     else:
         note(f"{what} …")
@@ -129,7 +153,6 @@ def _bar(description: str) -> Iterator[Any]:
     if not sys.stderr.isatty() or not _says["progress"]:
         yield None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -148,7 +171,7 @@ def _bar(description: str) -> Iterator[Any]:
         TimeRemainingColumn(table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[message]}", markup=False, table_column=Column()),  # wraps before others shrink
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=_console()) as bar:
         bar.add_task(description, total=None, message="")
         yield bar
 
@@ -186,24 +209,44 @@ def planning() -> Iterator[Callable[[int, int, str], None]]:
 
 
 @contextlib.contextmanager
-def training(steps: int) -> Iterator[Callable[[StepReport], None]]:
-    """A callback for the reports of steps."""
-    last = [0.0]
+def training(steps: int, log: str) -> Iterator[Callable[[StepReport], None]]:
+    """A callback for the reports of steps.
+
+    Without a bar, lines keep a distance in time; the first step and the last one that was made always have one.
+
+    Args:
+        steps: of the whole run.
+        log: where all steps are, for people.
+    """
+    last, told = 0.0, False
+    skipped: StepReport | None = None
+
+    def tell(report: StepReport) -> None:
+        note(f"step {report.step}/{steps}  {_step(report)}")
+
+    def show(report: StepReport) -> None:
+        nonlocal last, skipped, told
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=report.step, total=steps, message=_step(report))
+        elif not last or report.step == steps or time.monotonic() - last > _PLAIN_INTERVAL_S:
+            last, skipped = time.monotonic(), None
+            tell(report)
+        else:
+            skipped = report
+            if not told:
+                note(f"steps are shown here every {_PLAIN_INTERVAL_S:g} s, and the last one; all are in `{log}`")
+                told = True
+
     with _bar("train") as bar:
-
-        def show(report: StepReport) -> None:
-            if bar is not None:
-                bar.update(bar.task_ids[0], completed=report.step, total=steps, message=_step(report))
-            elif time.monotonic() - last[0] > _PLAIN_INTERVAL_S or report.step in (1, steps):
-                last[0] = time.monotonic()
-                note(f"step {report.step}/{steps}  {_step(report)}")
-
-        yield show
+        try:
+            yield show
+        finally:
+            if skipped is not None:
+                tell(skipped)
 
 
 def profile(found: Profile) -> None:
     """A table of each pair: where the time of a step goes."""
-    from rich.console import Console
     from rich.table import Table
 
     for pair in found.pairs:
@@ -220,8 +263,7 @@ def profile(found: Profile) -> None:
         for part, device, host in rows:
             share = f"{device / max(found.step_ms, 1e-9):.1%}" if device is not None else ""
             table.add_row(part, _ms(device), share, _ms(host))
-        with contextlib.suppress(OSError):  # whoever read it went away
-            Console(stderr=True).print(table)
+        _console().print(table)
 
 
 def _ms(value: float | None) -> str:

@@ -249,7 +249,7 @@ class Log:
                 file.seek(0)
                 partial = self._path.with_name(f".{self._path.name}.partial")
                 with partial.open("wb") as shorter:
-                    shorter.writelines(filter(stays, file))
+                    shorter.writelines(line for line in file if stays(line))
                     shorter.write(end)
             partial.replace(self._path)
         except OSError as error:

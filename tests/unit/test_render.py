@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
 import sys
 
 import pytest
 
 from dflash import render as dflash_render
+from dflash.metrics import Scores
+from dflash.reports import StepReport
 from kernelbake import render as kernelbake_render
 
 LONG = "one two three four " * 6 + "end"
@@ -34,3 +38,15 @@ def test_a_narrow_terminal_shows_how_far_it_is_beside_a_long_message(
         on_progress(3, 40, LONG)
     assert " 3/40 " in terminal.shown()
     assert "end" in terminal.shown()
+
+
+def test_a_terminal_that_is_closed_while_a_bar_moves_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the bar, a summary and the exit code, is that of the run."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with dflash_render.training(5):
+            os.close(ours)
+            with pytest.raises(OSError, match="Input/output error"):
+                os.write(theirs, b"x")
+        dflash_render.note("still there")
