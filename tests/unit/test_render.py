@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -45,8 +46,29 @@ def test_a_terminal_that_is_closed_while_a_bar_moves_ends_no_run(monkeypatch: py
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
-        with dflash_render.training(5):
+        with dflash_render.training(5, "log"):
             os.close(ours)
             with pytest.raises(OSError, match="Input/output error"):
                 os.write(theirs, b"x")
         dflash_render.note("still there")
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step, 9, 0.5, 1.0, 1e-3, Scores(0.5, (0.5,), 1.0, 1, 1), (), 10, 0.1, 0.0, None)
+
+
+@pytest.mark.parametrize(("made", "shown"), [((4, 5, 6), (4, 6)), ((8, 9), (8, 9)), ((1,), (1,)), ((1, 9), (1, 9))])
+def test_steps_that_are_not_shown_are_told_of_and_the_last_one_is_shown(
+    capsys: pytest.CaptureFixture[str], made: tuple[int, ...], shown: tuple[int, ...]
+) -> None:
+    """Also of a run that is resumed, and of one that is stopped."""
+    with contextlib.suppress(KeyboardInterrupt), dflash_render.training(9, "runs/a/metrics.jsonl") as show:
+        for step in made:
+            show(report(step))
+        raise KeyboardInterrupt
+    lines = capsys.readouterr().err.splitlines()
+    steps = [line.partition("/9  loss ")[0] for line in lines if line.startswith("step ")]
+    assert steps == [f"step {step}" for step in shown]
+    others = [line for line in lines if not line.startswith("step ")]
+    told = "steps are shown here every 2 s, and the last one; all are in `runs/a/metrics.jsonl`"
+    assert others == ([told] if len(made) > len(shown) else [])
