@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from kernelbake.workload import Fault
 
 BYTES = "--set data.tokenizer=bytes takes the bytes of the text as ids"
 CHOICES = "wanted `random`, a folder with `config.json` and safetensors, or a Hub id that is cached or can be reached"
+
+_AGAIN_S = 1.0
+"""Between two tries to reach the Hub."""
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -46,11 +50,52 @@ def _hub_file(model: str, name: str) -> str:
         raise InputError(f"target: `{model}` is neither a folder nor a Hub id; {CHOICES}") from error
     except LocalEntryNotFoundError:
         pass
+    _check_reachable(model, name)
     try:
         return hf_hub_download(model, name)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"target: `{model}` cannot be loaded ({reason}); {CHOICES}", hint="--target random") from error
+
+
+def _check_reachable(model: str, name: str) -> None:
+    """Asks whether the Hub is there, before its client would ask six times more and say so each time.
+
+    Only a connection that cannot be made counts, at the second try or after ``HF_HUB_ETAG_TIMEOUT`` seconds. Whoever is
+    connected and waits, or is told to come again, is on a slow network or early: there the client's patience helps.
+
+    Raises:
+        InputError: it cannot be reached, or must not be: ``HF_HUB_OFFLINE``.
+    """
+    import httpx
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    def ask() -> None:
+        get_hf_file_metadata(hf_hub_url(model, name), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+
+    try:
+        try:
+            ask()
+        except httpx.ConnectError:  # a name server may be busy
+            time.sleep(_AGAIN_S)
+            ask()
+    except OfflineModeIsEnabled as error:
+        raise InputError(
+            f"target: `{model}` is not in the Hub's cache on this machine, and HF_HUB_OFFLINE forbids to ask the Hub; "
+            f"{CHOICES}",
+            hint="--target random, or fetch it first: `hf download` fills the cache",
+        ) from error
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"target: `{model}` is not in the Hub's cache on this machine, and `{constants.ENDPOINT}` cannot be "
+            f"reached ({reason}); {CHOICES}",
+            hint="--target random, a folder, or `hf download` where there is a network; HF_ENDPOINT names a mirror, "
+            "HF_HUB_ETAG_TIMEOUT the seconds to wait",
+        ) from error
+    except Exception:  # of any kind: the Hub has answered, or may yet; what it says is told by the download
+        return
 
 
 def target_spec(model: str, config: Mapping[str, Any], *, frozen: bool) -> TargetSpec:
