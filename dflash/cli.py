@@ -133,9 +133,8 @@ def train(
     here = ranks.from_environment()
     if not here.leads:
         render.only_errors()
-    plan = launch.settle(launch.placed(_load(file, settings, given), here))
-    if stock:
-        launch.check_stock(plan)
+    run = launch.placed(_load(file, settings, given), here)
+    plan = launch.settle(run, stock=stock, output=here.world == 1)  # of several ranks one looks, for all: below
     with contextlib.ExitStack() as stack:
         stack.enter_context(ranks.joined(here))
         here.together(lambda: _hold(stack, plan.run) if here.leads else None)
@@ -267,10 +266,13 @@ def _sum_up(made: Trainer, started: Started, made_steps: Made, asked: _Asked, *,
 @cli.command()
 @_run_options
 def preflight(file: Path | None, settings: tuple[str, ...], **given: Any) -> None:
-    """Ask whether a bundle covers a run, without loading a weight."""
+    """Ask whether a bundle covers a run, without loading a weight.
+
+    Refuses whatever `train` refuses before it loads, except an output folder in which another run is at work.
+    """
     from dflash import launch
 
-    plan = launch.settle(_load(file, settings, given))
+    plan = launch.settle(_load(file, settings, given), output=True)
     _preflight(plan)
 
 

@@ -22,6 +22,7 @@ from dflash import anchors
 from dflash.anchors import Drafting, Flags, Integers
 from dflash.buckets import Batch, Sample, Shape, assemble
 from dflash.errors import DataError
+from dflash.hub import as_bytes as as_bytes
 from dflash.order import Planned, Queues, Visit
 from dflash.spec import STDLIB
 
@@ -60,11 +61,6 @@ class Source(Protocol):
     def length(self, number: int) -> int | None:
         """How many tokens ``read`` will give, where that is known without reading."""
         ...
-
-
-def as_bytes(text: str) -> list[int]:
-    """The byte-level tokenizer: the ids are the bytes of the text in UTF-8."""
-    return list(text.encode())
 
 
 class PythonSources:

@@ -6,7 +6,8 @@ Input, bundle, misfit, coverage and frozen-miss errors come from ``kernelbake.er
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from kernelbake.errors import ExitCode, InputError, KernelbakeError, MisfitError
 
@@ -14,6 +15,7 @@ __all__ = [
     "AcceptanceError",
     "DataError",
     "ExitCode",
+    "Faults",
     "ForeignPackageError",
     "HangError",
     "InterruptedRunError",
@@ -23,6 +25,8 @@ __all__ = [
     "TrainingStoppedError",
     "UnplannedError",
 ]
+
+T = TypeVar("T")
 
 
 class DataError(InputError):
@@ -98,3 +102,31 @@ class InterruptedRunError(KernelbakeError):
     def __init__(self, number: int, saved: str) -> None:
         super().__init__(f"train: stopped by {signal.Signals(number).name}; {saved}")
         self.exit_code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
+
+
+class Faults:
+    """Gathers what checks refuse, so that a person hears of every fault at once."""
+
+    def __init__(self) -> None:
+        self._found: list[InputError] = []
+
+    def of(self, check: Callable[[], T]) -> T | None:
+        """Makes a check; what it gives, or None if it refuses."""
+        try:
+            return check()
+        except InputError as error:
+            self._found.append(error)
+            return None
+
+    def refuse(self) -> None:
+        """Refuses what was found, if anything.
+
+        Raises:
+            InputError: the only one that was found, as it is; or one that holds all of them, with their hints.
+        """
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            told = [str(error).splitlines() for error in self._found]
+            reasons = [line for first, *others in told for line in (first, *(f"  {other}" for other in others))]
+            raise InputError(f"input: {len(told)} faults; wanted none before anything is loaded", reasons=reasons)

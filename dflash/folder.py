@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -21,9 +22,11 @@ def check(run: RunConfig) -> None:
     """Refuses an output folder in which the run would mix with another, remove what is not its own, or get stuck.
 
     Raises:
-        InputError: something stands where the run will write; or checkpoints that are not behind this run.
+        InputError: something stands where the run will write; checkpoints that are not behind this run; or it cannot be
+            written to.
     """
     output = Path(run.output)
+    _check_writable(output)
     _check_names(output)
     found = sorted((path.parent.name for path in output.glob("step-*/state.json")), key=_step_of_name)
     if run.resume == "latest" and not found:
@@ -50,6 +53,24 @@ def check(run: RunConfig) -> None:
             reasons=later,
             hint="another --output goes on from there and leaves them as they are; else move them away",
         )
+
+
+def _check_writable(output: Path) -> None:
+    """Refuses what cannot be made or written to, without making it.
+
+    Raises:
+        InputError: with the reason.
+    """
+    try:
+        there = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
+        there.stat()
+        why = "" if there.is_dir() else os.strerror(errno.ENOTDIR)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if not why and not os.access(there, os.W_OK | os.X_OK):
+        why = os.strerror(errno.EACCES)
+    if why:
+        raise InputError(f"output: `{output}` cannot be written to ({why}); wanted a folder for checkpoints and logs")
 
 
 def _check_names(output: Path) -> None:

@@ -214,6 +214,23 @@ def tokenizer(model: str) -> Any:
         raise InputError(f"data: the tokenizer of `{model}` cannot be loaded ({reason})", hint=BYTES) from error
 
 
+def may_have_template(model: str) -> bool:
+    """Whether the tokenizer of this model may come with a chat template; of one on the Hub nobody knows yet."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return True
+    try:
+        own = b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
+    except OSError:
+        own = False
+    return own or any(any(folder.glob(name)) for name in ("*chat_template*", "additional_chat_templates/*"))
+
+
+def as_bytes(text: str) -> list[int]:
+    """The byte-level tokenizer: the ids are the bytes of the text in UTF-8."""
+    return list(text.encode())
+
+
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     """Text → token ids, without special tokens."""
 

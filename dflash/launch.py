@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash import capturable, rows, section, tracking
+from dflash import capturable, folder, section, sources, tracking
 from dflash.config import RunConfig
-from dflash.errors import TrainingStoppedError, UnplannedError
+from dflash.errors import Faults, TrainingStoppedError, UnplannedError
 from dflash.placement import numbered
 from dflash.ranks import Ranks
-from dflash.spec import STDLIB, Spec
+from dflash.spec import Spec
 from dflash.workload import WORKLOAD
 from kernelbake.errors import BundleError, CoverageError, InputError, LockedError
 from kernelbake.preflight import INTERPRETED, Preflight, WorkloadSection, preflight, workload_of
@@ -60,12 +60,18 @@ def trusted(run: RunConfig) -> list[Path]:
     return [Path(run.require_signature)] if run.require_signature is not None else []
 
 
-def settle(run: RunConfig) -> Plan:
-    """Puts the configuration and the bundle's manifest together.
+def settle(run: RunConfig, *, stock: bool = False, output: bool = False) -> Plan:
+    """Puts the configuration and the bundle's manifest together; refuses what can be told before anything is loaded.
+
+    Args:
+        run: what was asked for.
+        stock: whether Triton is to tune and compile as usual.
+        output: whether the output folder, and the checkpoint to go on from, are looked at, too.
 
     Raises:
-        InputError: no bundle, another plug-in's bundle, a target that cannot be found, shapes that cannot be, graphs
-            that are asked for and cannot be, data that are not there.
+        InputError: no bundle, or another plug-in's. After these all at once: packages that are missing, an output
+            folder or a checkpoint that cannot be used, a target that cannot be found; and if it can, shapes, graphs or
+            a stock run that cannot be, and data that are not there or faulty.
         BundleError: the bundle cannot be trusted, or is not signed as required.
     """
     if run.bundle is None:
@@ -76,14 +82,23 @@ def settle(run: RunConfig) -> Plan:
     held = workload_of(run.bundle, trusted=trusted(run))
     if held.plugin != WORKLOAD.name:
         raise InputError(f"bundle `{run.bundle}`: made for workload `{held.plugin}`; wanted `{WORKLOAD.name}`")
-    tracking.check(run.tracking)
-    spec = section.of_run(run, held.section)
-    if held.made == INTERPRETED:
-        _check_interpreter(run, spec)
-    capturable.check(run.graphs, spec, interpreted=held.made == INTERPRETED)
-    if spec.data.source != STDLIB:
-        rows.check_named(spec.data.source)
-    return Plan(run, spec, held)
+    faults = Faults()
+    faults.of(lambda: tracking.check(run.tracking))
+    if output:
+        faults.of(lambda: folder.check(run))
+    spec = faults.of(lambda: section.of_run(run, held.section))
+    if spec is None:
+        faults.refuse()
+    assert spec is not None
+    plan = Plan(run, spec, held)
+    if plan.interpreted:
+        faults.of(lambda: _check_interpreter(run, spec))
+    if stock:
+        faults.of(lambda: check_stock(plan))
+    faults.of(lambda: capturable.check(run.graphs, spec, interpreted=plan.interpreted))
+    faults.of(lambda: sources.check(spec))
+    faults.refuse()
+    return plan
 
 
 def _check_interpreter(run: RunConfig, spec: Spec) -> None:

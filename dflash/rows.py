@@ -92,6 +92,15 @@ def check_named(source: str) -> None:
         raise _no_library(source)
 
 
+def is_json(source: str) -> bool:
+    """Whether this is a JSON or JSONL file, which this module reads by itself.
+
+    Raises:
+        DataError: there is no such thing.
+    """
+    return _kind(source) is _json_rows
+
+
 def open_rows(source: str) -> Rows:
     """The rows of a path or a Hub id.
 

@@ -10,18 +10,33 @@ import array
 import collections
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from dflash import anchors, data, hub
+from dflash import anchors, hub, rows
 from dflash.anchors import Flags, Integers
-from dflash.chat import MALFORMED, NOT_SUPERVISED, ChatRenderer, Dropped, Tokenized, is_unicode
-from dflash.errors import DataError
+from dflash.chat import (
+    ASSISTANT,
+    MALFORMED,
+    NO_ASSISTANT,
+    NOT_SUPERVISED,
+    ChatRenderer,
+    Dropped,
+    Tokenized,
+    is_unicode,
+    messages_of,
+)
+from dflash.errors import DataError, Faults
+from dflash.hub import as_bytes
 from dflash.rows import Broken, Row, Rows, open_rows
 from dflash.spec import RANDOM, STDLIB, DataSpec, Spec
+
+if TYPE_CHECKING:
+    from dflash import data
 
 REFUSE, SKIP = "refuse", "skip"
 """What happens to broken lines and records: refuse the file, or leave them out and count them."""
@@ -31,12 +46,21 @@ SKIP_HINT = "with `data.broken=skip`, what cannot be parsed is left out and coun
 _SHOWN = 50
 _AT_ONCE = 256
 
+_BEGIN_S = 1.0
+"""How long rows are looked at before a run begins; what is behind them is checked when its data are opened."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Faulty:
     """A row that is no data of any known kind."""
 
     why: str
+
+
+class Chat(Protocol):
+    """What makes samples of conversations."""
+
+    def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Tokenized | Dropped]: ...
 
 
 class Encoder:
@@ -52,7 +76,7 @@ class Encoder:
     def __init__(
         self,
         encode: Callable[[str], list[int]],
-        chat: ChatRenderer | None,
+        chat: Chat | None,
         vocab_size: int,
         *,
         why_no_chat: str = "there is no chat template",
@@ -273,37 +297,137 @@ def _runs(places: Sequence[str]) -> str:
 
 
 def open_source(spec: Spec) -> data.Source:
-    """The samples that a section names. Loads transformers where the target's tokenizer is wanted.
+    """The samples that a section names. Loads torch, and transformers where the target's tokenizer is wanted.
 
     Raises:
         InputError: the tokenizer, the chat template or the data cannot be loaded or used.
     """
-    kind = spec.data.tokenizer or ("bytes" if spec.target.model == RANDOM else "target")
-    tokenizer = None if kind == "bytes" else hub.tokenizer(spec.target.model)
-    encode = data.as_bytes if tokenizer is None else hub.encoder(tokenizer)
+    from dflash import data
+
+    tokenizer = None if _is_bytes(spec) else hub.tokenizer(spec.target.model)
+    encode = as_bytes if tokenizer is None else hub.encoder(tokenizer)
     if spec.data.source == STDLIB:
         return data.PythonSources(encode, spec.axes.buckets, packed=spec.axes.layouts == ("packed",))
     chat, why = _renderer(tokenizer, spec.data)
-    return RowSource(
-        open_rows(spec.data.source),
-        Encoder(encode, chat, spec.target.vocab_size, why_no_chat=why),
-        longest=spec.axes.buckets[-1],
-        truncate=spec.data.too_long == "truncate",
-        broken=spec.data.broken,
-    )
+    return _of_rows(spec, open_rows(spec.data.source), Encoder(encode, chat, spec.target.vocab_size, why_no_chat=why))
+
+
+def check(spec: Spec) -> None:
+    """Refuses what can be told of a section's data at once, without their tokenizer and without a network.
+
+    The rows of a JSON file are looked at as ``open_source`` does, for a second, or all of them once there is a fault.
+
+    Raises:
+        InputError: there is no such thing, its rows are faulty or none can be used, or the chat template is not there.
+    """
+    if spec.data.source == STDLIB:
+        return
+    faults = Faults()
+    faults.of(lambda: _template(spec.data))
+    faults.of(lambda: _check_rows(spec))
+    faults.refuse()
+
+
+def _check_rows(spec: Spec) -> None:
+    rows.check_named(spec.data.source)
+    if not rows.is_json(spec.data.source):
+        return
+    why = ""
+    if _is_bytes(spec):
+        why = NO_TEMPLATE_OF_BYTES
+    elif spec.data.template is None and not hub.may_have_template(spec.target.model):
+        why = f"`{spec.target.model}` has no chat template"
+    encode = as_bytes if _is_bytes(spec) else _stand_in
+    encoder = Encoder(encode, None if why else _StandIn(), spec.target.vocab_size, why_no_chat=why)
+    every = open_rows(spec.data.source)
+    begin = _Begin(every)
+    try:
+        _of_rows(spec, begin, encoder)
+    except DataError:
+        if not begin.is_cut:
+            raise
+        _of_rows(spec, every, encoder)
+
+
+def _of_rows(spec: Spec, found: Rows, encoder: Encoder) -> RowSource:
+    cut = spec.data.too_long == "truncate"
+    return RowSource(found, encoder, longest=spec.axes.buckets[-1], truncate=cut, broken=spec.data.broken)
+
+
+def _is_bytes(spec: Spec) -> bool:
+    return (spec.data.tokenizer or ("bytes" if spec.target.model == RANDOM else "target")) == "bytes"
+
+
+NO_TEMPLATE_OF_BYTES = "the tokenizer `bytes` has no chat template (another --target has one, or data.tokenizer)"
 
 
 def _renderer(tokenizer: Any, data_spec: DataSpec) -> tuple[ChatRenderer | None, str]:
     """What renders conversations, or why nothing does: that is a fault only if there are conversations."""
-    template = None
-    if data_spec.template is not None:
-        try:
-            template = Path(data_spec.template).read_text()
-        except (OSError, ValueError) as error:
-            raise DataError(f"data.template: `{data_spec.template}` cannot be read ({error})") from error
+    template = _template(data_spec)
     if tokenizer is None:
-        return None, "the tokenizer `bytes` has no chat template (another --target has one, or data.tokenizer)"
+        return None, NO_TEMPLATE_OF_BYTES
     try:
         return ChatRenderer(tokenizer, template=template, options=dict(data_spec.template_options)), ""
     except DataError as error:
         return None, error.message.removeprefix("data: ").partition(";")[0]
+
+
+def _template(data_spec: DataSpec) -> str | None:
+    """The chat template that is named, if one is.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if data_spec.template is None:
+        return None
+    try:
+        return Path(data_spec.template).read_text()
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.template: `{data_spec.template}` cannot be read ({error})") from error
+
+
+class _Begin:
+    """The first rows of others, for ``_BEGIN_S``.
+
+    Attributes:
+        is_cut: whether there may be more.
+    """
+
+    def __init__(self, every: Rows) -> None:
+        self.name = every.name
+        self.at = every.at
+        self.is_cut = False
+        self._every = every
+
+    def __iter__(self) -> Iterator[Row | Broken]:
+        end = time.monotonic() + _BEGIN_S
+        for row in self._every:
+            yield row
+            if time.monotonic() > end:
+                self.is_cut = True
+                return
+
+
+_IDS = [0, 0, 0]
+_SUPERVISED = [False, True, True]
+"""The shortest sample that a block can be drafted in, of ids that every vocabulary has."""
+
+
+def _stand_in(text: str) -> list[int]:
+    """In place of a tokenizer: what it gives is taken for a sample that can be used, if there is any text."""
+    return _IDS if text else []
+
+
+class _StandIn:
+    """In place of a chat template: a conversation with a turn of the assistant's is taken for a sample."""
+
+    def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Tokenized | Dropped]:
+        return [self._one(row) for row in rows]
+
+    def _one(self, row: Mapping[str, Any]) -> Tokenized | Dropped:
+        messages = messages_of(row)
+        if isinstance(messages, Dropped):
+            return messages
+        if not any(message["role"] == ASSISTANT for message in messages):
+            return Dropped(NO_ASSISTANT)
+        return Tokenized(_IDS, _SUPERVISED)

@@ -121,7 +121,7 @@ def test_a_signal_while_the_bundle_is_read_ends_the_command_with_its_code(
 ) -> None:
     program = (
         "import signal, sys\nfrom dflash import cli, launch\n"
-        f"launch.settle = lambda run: signal.raise_signal(signal.{number})\n"
+        f"launch.settle = lambda run, **options: signal.raise_signal(signal.{number})\n"
         "cli.main(sys.argv[1:])\n"
     )
     done = run(command, code=program)

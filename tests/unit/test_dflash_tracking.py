@@ -95,9 +95,15 @@ def test_settling_a_run_looks_for_them_before_anything_is_loaded(
     monkeypatch.setitem(sys.modules, "wandb", None)
     held = types.SimpleNamespace(plugin="dflash", section={}, made="interpreted")
     monkeypatch.setattr(launch, "workload_of", lambda *args, **options: held)
-    monkeypatch.setattr(launch.section, "of_run", lambda *args: pytest.fail("the target was looked up"))
-    with pytest.raises(InputError, match="`wandb` cannot be imported"):
+
+    def of_run(*args: Any) -> Any:
+        raise InputError("no target")
+
+    monkeypatch.setattr(launch.section, "of_run", of_run)
+    with pytest.raises(InputError, match="input: 2 faults") as caught:
         launch.settle(run(tmp_path, bundle="some.tar", tracking__wandb="drafters"))
+    assert "`wandb` cannot be imported" in caught.value.reasons[0]
+    assert caught.value.reasons[-1] == "no target"
 
 
 def test_a_run_is_told_line_by_line(tmp_path: Path, wandb: FakeWandb) -> None:
