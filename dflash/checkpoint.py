@@ -21,63 +21,50 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dflash import __version__, devices
-from dflash.data import BEGUN
+from dflash import devices
 from dflash.drafter import Drafter
 from dflash.errors import ResumeError, TrainingStoppedError
 from dflash.folder import foreign
+from dflash.saved import (
+    BEGUN,
+    LATEST,
+    PREFIX,
+    STATE,
+    State,
+    digest_of,
+    displaced,
+    final_name,
+    find,
+    folder,
+    name_of,
+    newest_state,
+    read,
+    whole,
+)
 from dflash.spec import Spec
 from kernelbake.errors import InputError
 
-FORMAT = 1
-PREFIX = "step-"
-LATEST = "latest"
-_STATE, _TENSORS = "state.json", "optimizer.safetensors"
+__all__ = [
+    "LATEST",
+    "PREFIX",
+    "State",
+    "check_same_run",
+    "export",
+    "find",
+    "folder",
+    "load",
+    "newest_state",
+    "remains",
+    "save",
+    "served_config",
+]
+
+_TENSORS = "optimizer.safetensors"
 _PATHS = ("data.source", "data.template")
 """What may have moved: the digest of the samples says whether it is the same."""
 
 _CHUNK = 1 << 17
 """Words of eight bytes that are added up to one number of a tensor's digest."""
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """What a checkpoint says beside its tensors.
-
-    Args:
-        step: optimizer steps done.
-        seed: of the run; order and anchors follow from it.
-        loader: position in the data, as ``data.Loader.state`` gives it.
-        spec: the workload's section as it ran.
-        run: the run's configuration.
-        bundle: digest of the bundle; None of a stock run.
-        step_batches: batches of one step, over all pairs and ranks; None in older checkpoints, of one pair.
-        samples: digest of the data; None in older checkpoints.
-        digests: of the tensors, by name, and of all else in ``state.json`` under that name, as ``save`` adds them; None
-            in older checkpoints, which lack the latter first.
-    """
-
-    step: int
-    seed: int
-    loader: Mapping[str, Any]
-    spec: Mapping[str, Any]
-    run: Mapping[str, Any]
-    bundle: str | None
-    step_batches: int | None = None
-    samples: str | None = None
-    digests: Mapping[str, str] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "dflash": __version__, **dataclasses.asdict(self)}
-
-
-def folder(output: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or would be."""
-    return output / _name(step)
-
-
-def _name(step: int) -> str:
-    return f"{PREFIX}{step:08d}"
 
 
 def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -101,11 +88,11 @@ def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Pat
         )
     state = dataclasses.replace(state, digests={name: _digest(tensor) for name, tensor in cpu.items()})
     told = state.to_json()
-    told["digests"] = {**told["digests"], _STATE: _digest_of_state(told)}
+    told["digests"] = {**told["digests"], STATE: digest_of(told)}
     try:
         with _replacing(final) as place:
             save_file(cpu, place / _TENSORS)
-            (place / _STATE).write_text(json.dumps(told, indent=1))
+            (place / STATE).write_text(json.dumps(told, indent=1))
     except (OSError, SafetensorError) as error:
         raise TrainingStoppedError(
             f"checkpoint: `{final}` cannot be written ({error}); wanted room for {devices.gib(_bytes(cpu))}",
@@ -116,7 +103,7 @@ def save(output: Path, state: State, tensors: Mapping[str, torch.Tensor]) -> Pat
 
 def remains(output: Path) -> str:
     """What a run that stopped can be gone on from, for people."""
-    found = _whole(output)
+    found = whole(output)
     return f"--resume latest goes on from `{found[-1]}`" if found else "no checkpoint was saved before"
 
 
@@ -130,12 +117,6 @@ def _digest(tensor: torch.Tensor) -> str:
     words = data[:whole].view(np.uint64)
     sums = np.add.reduceat(words, range(0, len(words), _CHUNK)) if len(words) else words
     return hashlib.sha256(sums.tobytes() + data[whole:].tobytes()).hexdigest()[:16]
-
-
-def _digest_of_state(told: Mapping[str, Any]) -> str:
-    """Of a state as JSON, however that is laid out; its own place in it is left out."""
-    digests = {name: digest for name, digest in told["digests"].items() if name != _STATE}
-    return hashlib.sha256(json.dumps({**told, "digests": digests}, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -179,22 +160,8 @@ class _replacing:
 
 def _put_back(output: Path) -> None:
     """Gives folders their names back that a run was replacing when it was killed between two renames."""
-    for old in _displaced(output):
-        old.rename(_final_name(old))
-
-
-def _whole(output: Path) -> list[Path]:
-    """The checkpoints by step; one that was being replaced when its run was killed still counts."""
-    found = [*output.glob(f"{PREFIX}*"), *_displaced(output)]
-    return sorted((path for path in found if (path / _STATE).is_file()), key=lambda path: path.name.strip("."))
-
-
-def _displaced(output: Path) -> list[Path]:
-    return [old for old in output.glob(".*.old") if not _final_name(old).exists()]
-
-
-def _final_name(old: Path) -> Path:
-    return old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+    for old in displaced(output):
+        old.rename(final_name(old))
 
 
 def _sync(path: Path) -> None:
@@ -205,31 +172,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def find(output: Path, resume: str) -> Path:
-    """The checkpoint's folder that ``--resume`` means.
-
-    Args:
-        output: the run's output folder.
-        resume: a folder, or ``latest``.
-
-    Raises:
-        InputError: there is none.
-    """
-    if resume != LATEST:
-        folder = Path(resume)
-        try:
-            is_one = (folder / _STATE).is_file()
-        except OSError:  # no name that a path can have
-            is_one = False
-        if not is_one:
-            raise InputError(f"resume: `{folder}` is no checkpoint; wanted a folder with `{_STATE}`, or `{LATEST}`")
-        return folder
-    found = _whole(output)
-    if not found:
-        raise InputError(f"resume: `{output}` holds no checkpoint; wanted one to go on from")
-    return found[-1]
-
-
 def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
     """Reads a checkpoint.
 
@@ -237,12 +179,12 @@ def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
         InputError: a part is missing, broken or of a later format.
     """
     try:
-        state, tensors = _state(folder), load_file(folder / _TENSORS)
+        state, tensors = read(folder), load_file(folder / _TENSORS)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise InputError(f"resume: `{folder}` is broken ({error}); wanted a complete checkpoint") from error
-    if folder.name.startswith(PREFIX) and folder.name != _name(state.step):
+    if folder.name.startswith(PREFIX) and folder.name != name_of(state.step):
         raise InputError(
-            f"resume: `{folder}` holds step `{state.step}`; wanted it to be called `{_name(state.step)}`, as "
+            f"resume: `{folder}` holds step `{state.step}`; wanted it to be called `{name_of(state.step)}`, as "
             f"`{LATEST}` goes by names"
         )
     made = {name: _digest(tensor) for name, tensor in tensors.items()}
@@ -255,81 +197,6 @@ def load(folder: Path) -> tuple[State, dict[str, torch.Tensor]]:
             hint="move it away, and --resume latest goes on from the checkpoint before",
         )
     return state, tensors
-
-
-def newest_state(output: Path) -> State | None:
-    """What the newest checkpoint of an output folder says beside its tensors; None without a checkpoint.
-
-    Raises:
-        InputError: it is broken or of a later format.
-    """
-    found = _whole(output)
-    try:
-        return _state(found[-1]) if found else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"run: `{found[-1]}` is broken ({error}); wanted a complete checkpoint") from error
-
-
-def _state(folder: Path) -> State:
-    data = json.loads((folder / _STATE).read_text())
-    if not isinstance(data, dict):
-        raise ValueError(f"`{_STATE}` is no object")
-    if data["format"] != FORMAT:
-        raise InputError(f"resume: `{folder}` has another format; wanted `{FORMAT}`")
-    if isinstance(data.get("digests"), dict) and data["digests"].get(_STATE, own := _digest_of_state(data)) != own:
-        raise ValueError(f"`{_STATE}` is not what was saved")
-    data.pop("format")
-    data.pop("dflash")
-    state = State(**data)
-    _check_kinds(state)
-    return state
-
-
-def _check_kinds(state: State) -> None:
-    """What a damaged file may have changed without losing a name.
-
-    Raises:
-        ValueError: a part is of another kind than ``save`` wrote.
-    """
-    loader = state.loader
-    good = {
-        "step": _is_count(state.step),
-        "seed": _is_count(state.seed),
-        "spec": isinstance(state.spec, dict) and all(isinstance(part, dict) for part in state.spec.values()),
-        "run": isinstance(state.run, dict),
-        "bundle": state.bundle is None or isinstance(state.bundle, str),
-        "step_batches": state.step_batches is None or (_is_count(state.step_batches) and state.step_batches > 0),
-        "samples": state.samples is None or isinstance(state.samples, str),
-        "digests": state.digests is None or isinstance(state.digests, dict),
-        "loader": isinstance(loader, dict)
-        and loader.keys() - {BEGUN} == {"epoch", "next", "waiting"}
-        and _is_count(loader["epoch"])
-        and _is_count(loader["next"])
-        and isinstance(loader["waiting"], dict)
-        and all(bucket.isdecimal() and _are_visits(visits) for bucket, visits in loader["waiting"].items())
-        and _are_batches(loader.get(BEGUN, [])),
-    }
-    if wrong := [name for name, is_good in good.items() if not is_good]:
-        raise ValueError(f"`{_STATE}`: `{'`, `'.join(wrong)}` of another kind than was written")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _are_visits(visits: Any) -> bool:
-    """Whether these are (epoch, number) pairs."""
-    return isinstance(visits, list) and all(
-        isinstance(visit, list) and len(visit) == 2 and all(map(_is_count, visit)) for visit in visits
-    )
-
-
-def _are_batches(batches: Any) -> bool:
-    """Whether these are buckets, each with the samples of a batch."""
-    return isinstance(batches, list) and all(
-        isinstance(batch, list) and len(batch) == 2 and _is_count(batch[0]) and _are_visits(batch[1])
-        for batch in batches
-    )
 
 
 def check_same_run(

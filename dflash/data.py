@@ -24,12 +24,10 @@ from dflash.buckets import Batch, Sample, Shape, assemble
 from dflash.errors import DataError
 from dflash.hub import as_bytes as as_bytes
 from dflash.order import Planned, Queues, Visit
+from dflash.saved import BEGUN as BEGUN
 from dflash.spec import STDLIB
 
 _NO_SOURCE_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"))
-
-BEGUN = "begun"
-"""Key of a loader's state: the batches of a step that are still to come. States of the older order lack it."""
 
 Encode = Callable[[str], list[int]]
 Tokens = tuple[Integers, Flags]
