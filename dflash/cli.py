@@ -298,11 +298,14 @@ def evaluate(drafter: Path, devices: str, cpu: bool, **given: Any) -> None:
         parsed = placement.Devices.parse(devices)
     except ValueError as error:
         raise InputError(f"--devices: found `{devices}`; wanted `T` or `T:D`, the numbers of two GPUs") from error
-    from dflash import evaluation
+    from dflash import request
 
-    request = evaluation.Request(drafter, devices=None if cpu else parsed, **given)
+    asked = request.Request(drafter, devices=None if cpu else parsed, **given)
+    settled = request.settle(asked)
     with render.doing("load target and drafter"):
-        opened = evaluation.open_(request)
+        from dflash import evaluation
+
+        opened = evaluation.open_(asked, settled)
     with render.evaluating() as show:
         report = evaluation.run(opened, show)
     for text in report.lines():

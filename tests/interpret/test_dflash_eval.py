@@ -96,7 +96,7 @@ def test_other_samples_and_an_exported_drafter_alone(tmp_path: Path) -> None:
 def refusal(request: Any) -> str:
     with pytest.raises(InputError) as caught:
         evaluation.open_(request)
-    return caught.value.message
+    return str(caught.value)
 
 
 def test_what_cannot_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
