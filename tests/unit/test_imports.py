@@ -52,6 +52,7 @@ DFLASH_LIGHT = {
     "dflash.ranks",
     "dflash.recipe",
     "dflash.render",
+    "dflash.saved",
     "dflash.schema",
     "dflash.spec",
     "dflash.tracking",
