@@ -16,6 +16,7 @@ from kernelbake.keys import Kernel, Specialization
 from kernelbake.plan import Choice, Launch, Plan
 from kernelbake.rules import Findings, Rule
 from kernelbake.verify import Sound
+from kernelbake.words import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,13 +235,15 @@ def _check_made(sound: Sound, meaning: Meaning, findings: Findings) -> None:
     if interpreted != (backend == "interpreter"):
         findings.add(Rule.MADE, "`bundle.json`", f"made `{made}` for backend `{backend}`; wanted the two to agree")
     if interpreted and meaning.entries:
-        findings.add(Rule.MADE, "`bundle.json`", f"made `{made}` with {len(meaning.entries)} entries; wanted none")
+        entries = counted(len(meaning.entries), "entry")
+        findings.add(Rule.MADE, "`bundle.json`", f"made `{made}` with {entries}; wanted none")
     for choice in meaning.choices:
         coded = sum(identity is not None for identity in choice.entries.values())
         if coded != (0 if interpreted else len(choice.entries)):
             place = _place(choice)
             wanted = "none" if interpreted else "one for each"
-            message = f"{coded} entries for {len(choice.entries)} specializations, made `{made}`; wanted {wanted}"
+            found = f"{counted(coded, 'entry')} for {counted(len(choice.entries), 'specialization')}"
+            message = f"{found}, made `{made}`; wanted {wanted}"
             findings.add(Rule.MADE, place, message)
 
 

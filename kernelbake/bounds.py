@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kernelbake.errors import PlanError
 from kernelbake.keys import Case, Value
 from kernelbake.plan import Launch, Unbounded
+from kernelbake.words import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +38,11 @@ def check(launches: Sequence[Launch], cases: Sequence[Case], limits: Limits) -> 
         if number > limits.max_variants:
             drivers = [f"`{item.argument}` (axis `{item.axis}`)" for item in found if item.kernel.name == name]
             because = f" because of argument {', '.join(drivers)}" if drivers else ""
-            reasons.append(f"kernel {name}: {number} variants{because}")
+            reasons.append(f"kernel `{name}`: {number} variants{because}")
     if reasons:
-        kernels = "1 kernel has" if len(reasons) == 1 else f"{len(reasons)} kernels have"
+        kernels = counted(len(reasons), "kernel has", "kernels have")
         raise PlanError(
-            f"plan: {kernels} more than {limits.max_variants} variants of arguments; wanted fewer",
+            f"plan: {kernels} more than {counted(limits.max_variants, 'variant')} of arguments; wanted fewer",
             hint="give the workload fewer static shapes, or allow more with `--max-variants`",
             reasons=reasons,
         )

@@ -30,6 +30,7 @@ from kernelbake.ranks import Ranks, joined
 from kernelbake.state import State, boot_id
 from kernelbake.supervise import Supervision, Supervisor
 from kernelbake.tune import nobody
+from kernelbake.words import counted
 
 if TYPE_CHECKING:
     from kernelbake.manifest import Manifest
@@ -256,7 +257,7 @@ class _Build:
             message = f"the journal of an earlier build is not used: {self._journal.restarted}"
             self._on_event(Event("note", "start", message=message))
         elif self._journal.records:
-            message = f"going on from a journal of {len(self._journal.records)} records"
+            message = f"going on from a journal of {counted(len(self._journal.records), 'record')}"
             self._on_event(Event("note", "start", message=message))
         for record in self._journal.records:
             state.add(record)
@@ -279,7 +280,8 @@ class _Build:
             elif task.id in known:
                 self._compiled(state, task, data)
         if source is not None and missing:
-            raise BuildError(f"--from: {len(missing)} of {len(tasks)} specializations have no code; wanted all")
+            lacking = f"{counted(len(missing), 'specialization')} of {len(tasks):,}"
+            raise BuildError(f"--from: no code for {lacking}; wanted code for all")
         done = len(tasks) - len(missing)
         self._on_event(Event("progress", "compile", done, len(tasks)))
 
@@ -367,7 +369,7 @@ class _Build:
         if self._made == "measured":
             monitor = self._monitor
             first = monitor.conditions(own=1).to_json()
-            self._on_event(Event("note", "measure", message=f"GPU {monitor.uuid}: {gpu.shown(first)}", data=first))
+            self._on_event(Event("note", "measure", message=f"GPU `{monitor.uuid}`: {gpu.shown(first)}", data=first))
             supervisor.conditions = lambda: monitor.conditions(own=1).to_json() if monitor.cheap else first
         self._facts = supervisor.run()
         self._seconds["open"] = supervisor.opening_s

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from kernelbake import __version__, agreement, archive, atomic, consistency, digest, tables, verify
-from kernelbake.errors import BuildError, InputError
+from kernelbake.errors import BuildError, CoverageError, InputError
 from kernelbake.fingerprint import Fingerprint
 from kernelbake.keys import Kernel, Specialization
 from kernelbake.members import HEADER, INDEX
@@ -221,7 +221,7 @@ def write(path: Path | str, contents: Contents) -> str:
 
 
 def _contradiction(path: Path, reasons: Iterable[str]) -> BuildError:
-    message = f"bundle {path}: its contents contradict each other; wanted a bundle that agrees with itself"
+    message = f"bundle `{path}`: its contents contradict each other; wanted a bundle that agrees with itself"
     return BuildError(message, reasons=reasons)
 
 
@@ -280,3 +280,24 @@ def _members(contents: Contents, time: int) -> tuple[list[tuple[str, bytes]], st
     header["header_digest"] = verify.header_digest(header)
     first = [(HEADER, digest.canonical_json(header)), (INDEX, index)]
     return [*first, *sorted(files.items())], str(header["bundle_digest"])
+
+
+def refuse_unmeasured(made: str, name: str, where: str) -> None:
+    """Refuses a bundle in which nothing was chosen yet.
+
+    It lacks a choice for every launch, so this is a gap like any other and no misfit: on the right GPU, too, it has to
+    be measured first.
+
+    Args:
+        made: how it was made.
+        name: its name.
+        where: who asks, for the message.
+
+    Raises:
+        CoverageError: it was made by ``--compile-only``.
+    """
+    if made == "compiled-only":
+        raise CoverageError(
+            f"{where}: bundle `{name}` holds code for every candidate and no choice; wanted a measured one",
+            hint="measure it on the GPU: `kernelbake build --manifest FILE --from BUNDLE`",
+        )

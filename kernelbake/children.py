@@ -11,6 +11,7 @@ from kernelbake.compiling import CompileServer
 from kernelbake.errors import MisfitError
 from kernelbake.fingerprint import Fingerprint, compare
 from kernelbake.plan import Plan
+from kernelbake.words import counted
 
 if TYPE_CHECKING:
     from kernelbake.bundle import Bundle
@@ -81,6 +82,5 @@ def check_fits(source: Bundle, here: Fingerprint, where: str) -> None:
     """
     found = [difference for difference in compare(source.fingerprint, here) if difference.refuses]
     if found:
-        raise MisfitError(
-            f"{where}: it was compiled for something else; {len(found)} fields differ", reasons=map(str, found)
-        )
+        fields = counted(len(found), "field differs", "fields differ")
+        raise MisfitError(f"{where}: it was compiled for something else; {fields}", reasons=map(str, found))

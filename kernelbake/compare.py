@@ -65,7 +65,7 @@ def _line(plan: Plan, identity: _Identity, launch: Launch) -> str:
     mine = next(item for item in launch.variants if _identity(launch, item) == identity)
     if known.candidates != launch.candidates:
         return f"{launch}: planned with other candidates"
-    nearest = min(
-        (mine.specializations[0].differences(item.specializations[0]) for item in known.variants), key=len, default=()
-    )
+    first = mine.specializations[0]
+    found = (first.differences(item.specializations[0], "made", "planned") for item in known.variants)
+    nearest = min(found, key=len, default=())
     return f"{launch}: not planned with {', '.join(nearest)}"

@@ -24,6 +24,7 @@ from kernelbake.profiles import DeviceProfile
 from kernelbake.rules import Findings, Rule
 from kernelbake.tables import Table
 from kernelbake.verify import Sound
+from kernelbake.words import counted
 
 T = TypeVar("T")
 
@@ -188,7 +189,7 @@ def _plan(data: Any, table: Table) -> Plan:
         if any(len(variant.specializations) != number for variant in launch.variants):
             raise ValueError(f"{launch}: not one specialization for each candidate")
         if launch.key is None and number != 1:
-            raise ValueError(f"{launch}: {number} candidates without a key")
+            raise ValueError(f"{launch}: {counted(number, 'candidate')} without a key")
     ids = [launch.id for launch in plan.launches]
     if ids != sorted(set(ids)):
         raise ValueError("launches that are not sorted, or one twice")

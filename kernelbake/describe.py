@@ -12,6 +12,7 @@ from kernelbake import archive
 from kernelbake.archive import BLOCK, TRAILER
 from kernelbake.members import Source, Span, limit_of
 from kernelbake.rules import MAX_VIOLATIONS, Findings, Rule
+from kernelbake.words import counted
 
 
 def compare_header(block: bytes, wanted: bytes, name: str, findings: Findings) -> None:
@@ -58,7 +59,7 @@ class _Walk:
         self.known.add(found.name)
         self.offset += BLOCK + archive.padded(found.size)
         if self.offset > self.source.size:
-            message = f"the file ends inside it, after {self.source.size} bytes; wanted all of it"
+            message = f"the file ends inside it, after {counted(self.source.size, 'byte')}; wanted all of it"
             self.findings.add(Rule.TRAILER, f"`{found.name:.100}`", message)
             return False
         return not self.findings.full and len(self.seen) < len(self.spans) + MAX_VIOLATIONS
@@ -89,9 +90,12 @@ class _Walk:
             self.findings.add(Rule.LISTED, place, "a member that the index does not list; wanted only listed ones")
 
     def _check_listed(self, block: bytes, found: archive.Found, span: Span) -> None:
+        assert found.size is not None, "a header without a size is damaged, and passed over"
         place = f"`{found.name}`"
         if found.size != span.size:
-            self.findings.add(Rule.SIZE, place, f"{found.size} bytes; wanted {span.size}, as the index says")
+            self.findings.add(
+                Rule.SIZE, place, f"{counted(found.size, 'byte')}; wanted {span.size:,}, as the index says"
+            )
             return
         compare_header(block, archive.header(found.name, span.size, self.time), found.name, self.findings)
         padding = -span.size % BLOCK
@@ -102,7 +106,7 @@ class _Walk:
     def _check_trailer(self) -> None:
         rest = self.source.size - self.offset
         if rest != len(TRAILER) or self.source.at(self.offset, rest) != TRAILER:
-            self._stop(f"{rest} bytes after the last member; wanted two zero blocks and the end of the file")
+            self._stop(f"{counted(rest, 'byte')} after the last member; wanted two zero blocks and the end of the file")
 
     def _stop(self, message: str) -> None:
         self.findings.add(Rule.TRAILER, f"byte {self.offset}", message)

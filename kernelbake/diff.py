@@ -9,6 +9,7 @@ from typing import Any
 from kernelbake import digest
 from kernelbake.bundle import Bundle, Entry
 from kernelbake.plan import Choice
+from kernelbake.words import counted
 
 _ABOUT = ("name", "made", "kernelbake", "line_info", "time")
 
@@ -90,7 +91,7 @@ class CodeChange:
     fields: tuple[Change, ...] = ()
 
     def __str__(self) -> str:
-        sizes = " → ".join(f"{size} bytes" for size in (self.old_bytes, self.new_bytes) if size is not None)
+        sizes = " → ".join(counted(size, "byte") for size in (self.old_bytes, self.new_bytes) if size is not None)
         fields = f"; {', '.join(map(str, self.fields))}" if self.fields else ""
         return f"{self.kind}: {self.kernel} {self.specialization} ({sizes}){fields}"
 

@@ -262,7 +262,7 @@ class Dispatcher:
         if len(found) > 1:
             raise self._miss(
                 FrozenMissError(
-                    f"kernel {kernel.held.kernel.name}: tensors on {len(found)} devices; wanted all on one",
+                    f"kernel `{kernel.held.kernel.name}`: tensors on {len(found)} devices; wanted all on one",
                     reasons=[f"`{name}` is on device {device}" for device, name in sorted(found.items())],
                 )
             )
@@ -317,7 +317,7 @@ class Dispatcher:
         reason = self._refused_devices.get(device, "it was not among the devices of the freeze")
         loaded = ", ".join(map(str, self.devices))
         return FrozenMissError(
-            f"kernel {kernel.held.kernel.name}: device {device} has no kernels ({reason}); wanted one of {loaded}",
+            f"kernel `{kernel.held.kernel.name}`: device {device} has no kernels ({reason}); wanted one of {loaded}",
             hint="name every device that launches in `freeze(…, devices=…)`",
         )
 
@@ -402,7 +402,7 @@ class Dispatcher:
         """The refusal of a call that would only compile."""
         self.refusals.add()
         return FrozenMissError(
-            f"kernel {name}: `warmup` would compile; wanted launches only",
+            f"kernel `{name}`: `warmup` would compile; wanted launches only",
             hint="a frozen process has all its code loaded; leave the warm-up out",
         )
 
@@ -445,16 +445,16 @@ def _check_complete(kernel: FrozenKernel, given: Mapping[str, Any]) -> None:
 
 def _other_code(kernel: FrozenKernel, option: str) -> FrozenMissError:
     return FrozenMissError(
-        f"kernel {kernel.held.kernel.name}: option `{option}` is on, which needs other code; wanted it off"
+        f"kernel `{kernel.held.kernel.name}`: option `{option}` is on, which needs other code; wanted it off"
     )
 
 
 def _unkeyable(kernel: FrozenKernel, error: TypeError) -> FrozenMissError:
-    return FrozenMissError(f"kernel {kernel.held.kernel.name}: {error}, so that no bundle holds it")
+    return FrozenMissError(f"kernel `{kernel.held.kernel.name}`: {error}, so that no bundle holds it")
 
 
 def _forked(name: str) -> FrozenMissError:
     return FrozenMissError(
-        f"kernel {name}: launched in a forked child of the frozen process; wanted a process of its own",
+        f"kernel `{name}`: launched in a forked child of the frozen process; wanted a process of its own",
         hint="start workers that launch kernels with the `spawn` method, and freeze in each of them",
     )

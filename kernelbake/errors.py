@@ -23,7 +23,8 @@ class ExitCode(enum.IntEnum):
     MISFIT = 4
     """The bundle is sound but does not fit: another GPU, Triton, kernel source or environment."""
     MISS = 5
-    """A frozen miss: a coverage gap in ``verify`` or preflight, or a refused launch at run time."""
+    """Something is missing: a coverage gap in ``verify`` or preflight, every choice of a bundle that was not measured
+    yet, or a refused launch at run time."""
     BUILD = 6
     """A build failed: no viable candidate, GPU absent, wrong or busy, a launch outside the plan; or it would choose
     otherwise than a bundle that is verified."""
@@ -86,7 +87,7 @@ class MisfitError(KernelbakeError):
 
 
 class CoverageError(KernelbakeError):
-    """The bundle lacks entries that a plan needs; ``reasons`` lists every one of them."""
+    """The bundle lacks entries that a plan needs, ``reasons`` lists every one of them; or it was not measured yet."""
 
     exit_code = ExitCode.MISS
 

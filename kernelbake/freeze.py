@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kernelbake import fingerprint, guards, host, lookup
 from kernelbake.errors import BundleError, InputError, MisfitError
 from kernelbake.plan import KernelFacts, functions_in, sources_of
+from kernelbake.words import counted
 
 if TYPE_CHECKING:
     from kernelbake.bundle import Bundle
@@ -131,6 +132,7 @@ def freeze(
     Raises:
         InputError: the file cannot be opened; no such device; another bundle is frozen; not the main thread.
         BundleError: the bundle is not sound, not signed as required, or its code does not load.
+        CoverageError: it was not measured yet, so that it lacks every choice.
         MisfitError: it was made for something else, or a setting would change code; with every difference.
         UnsupportedError: this platform, or this version of Triton.
     """
@@ -209,11 +211,9 @@ def _again(frozen: Frozen, bundle: Bundle, devices: Sequence[int] | None) -> Fro
 
 def _freeze(held: Bundle, devices: Sequence[int] | None, patches: guards.Patches, clock: _Clock) -> Frozen:
     """All of it, step by step; nothing is in place until the last one."""
-    if held.made == "compiled-only":
-        raise MisfitError(
-            f"bundle {held.name}: holds code for every candidate and no choice; wanted a measured one",
-            hint="measure it on the GPU: `kernelbake build --from BUNDLE`",
-        )
+    from kernelbake.bundle import refuse_unmeasured
+
+    refuse_unmeasured(held.made, held.name, "freeze")
     interpreted = held.made == "interpreted"
     guards.check_settings(interpreted=interpreted, built=_built_with(held))
     from kernelbake import triton_api
@@ -256,7 +256,7 @@ def _prepared_driver(held: Bundle) -> Any:
     if not triton_api.has_driver():
         if not torch.cuda.is_available():
             raise MisfitError(
-                f"bundle {held.name}: made for `{held.fingerprint.get('gpu.device')}`; this process sees no GPU",
+                f"bundle `{held.name}`: made for `{held.fingerprint.get('gpu.device')}`; this process sees no GPU",
                 hint="a bundle for Triton's interpreter is made by `kernelbake build --manifest cpu.yaml`",
             )
         loading.prepare_driver(libraries)
@@ -280,19 +280,20 @@ def _live_kernels(held: Bundle) -> dict[str, Any]:
         try:
             with host.inductor_makes_no_folder():
                 live[name] = triton_api.find(planned.kernel)
-            reasons += [f"kernel {name}: {line}" for line in _changes(planned, triton_api.facts(live[name]))]
+            reasons += [f"kernel `{name}`: {line}" for line in _changes(planned, triton_api.facts(live[name]))]
             if triton_api.asks_for_assertions(live[name], {}):
-                reasons.append(f"kernel {name}: `debug` is on, for which the bundle has no code; wanted it off")
+                reasons.append(f"kernel `{name}`: `debug` is on, for which the bundle has no code; wanted it off")
         except (LookupError, TypeError) as error:
-            reasons.append(str(error) if str(error).startswith("kernel") else f"kernel {name}: {error}")
+            reasons.append(str(error) if str(error).startswith("kernel") else f"kernel `{name}`: {error}")
     reasons += [
-        f"kernel {one.name}: a device function that launches get as a value, of which the bundle holds no source digest"
+        f"kernel `{one.name}`: a device function that launches get as a value; the bundle holds no source digest of it"
         for one in sources_of(held.plan.launches)
         if one.name not in held.plan.kernels
     ]
     if reasons:
+        number = counted(len(reasons), "difference")
         raise MisfitError(
-            f"bundle {held.name}: {len(reasons)} kernels are not those that it was built from; wanted the same",
+            f"bundle `{held.name}`: {number} between its kernels and those here; wanted none",
             reasons=reasons,
             hint="build the bundle again with these sources",
         )
@@ -346,7 +347,7 @@ def _refuse_misfit(held: Bundle, places: Mapping[str, fingerprint.Fingerprint]) 
     ]
     if reasons:
         raise MisfitError(
-            f"bundle {held.name}: {len(reasons)} differences from what it was made for; wanted none",
+            f"bundle `{held.name}`: {counted(len(reasons), 'difference')} from what it was made for; wanted none",
             reasons=reasons,
             hint="build a bundle for this GPU and these versions",
         )
@@ -418,7 +419,8 @@ def _configs(held: Bundle, one: Held, launchable: Any) -> dict[tuple[str, str], 
         if choice.winner in live:
             found[choice.id] = live[choice.winner]
         elif tuned:
-            raise BundleError(f"bundle {held.name}: {choice.kernel.name} does not offer config `{choice.winner}`")
+            kernel = choice.kernel.name
+            raise BundleError(f"bundle `{held.name}`: kernel `{kernel}` does not offer config `{choice.winner}`")
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from kernelbake import journal
 from kernelbake.errors import BuildError
+from kernelbake.words import counted
 from kernelbake.worker import Child, ChildDiedError
 
 _PROBE_LIMIT_S = 300.0
@@ -195,14 +196,15 @@ def check_free(monitor: Monitor) -> None:
     processes, used = monitor.processes(), monitor.used_bytes()
     hint = "wait for them, or measure all the same with `--allow-busy-gpu`"
     if processes:
+        others = counted(len(processes), "other process uses", "other processes use")
         raise BuildError(
-            f"GPU {monitor.uuid}: {len(processes)} other processes use it; wanted it free, or times mean little",
+            f"GPU `{monitor.uuid}`: {others} it; wanted it free, or times mean little",
             reasons=map(str, processes),
             hint=hint,
         )
     if used is not None and used > _IDLE_BYTES:
         raise BuildError(
-            f"GPU {monitor.uuid}: {used} bytes of its memory are in use; wanted it free, or times mean little",
+            f"GPU `{monitor.uuid}`: {used:,} bytes of its memory are in use; wanted it free, or times mean little",
             hint=hint,
         )
 
@@ -215,7 +217,7 @@ def reserved(uuid: str) -> Iterator[None]:
         LockedError: another build measures on it.
     """
     path = Path(tempfile.gettempdir()) / f"kernelbake-{os.getuid()}-{uuid}.lock"
-    with journal.lock(path, f"GPU {uuid}"):
+    with journal.lock(path, f"GPU `{uuid}`"):
         yield
 
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from kernelbake.errors import FrozenMissError, MisfitError
+from kernelbake.words import counted
 
 _ABSENT: Any = object()
 
@@ -161,7 +162,7 @@ def check_settings(*, interpreted: bool, built: Mapping[str, str] | None = None)
             reasons.append(f"`{knob}` is set in the program and asks for other code; wanted it unset")
     if reasons:
         raise MisfitError(
-            f"environment: {len(reasons)} settings would change code or launches; wanted none",
+            f"environment: {counted(len(reasons), 'setting')} would change code or launches; wanted none",
             reasons=reasons,
             hint="unset them, or run without a frozen bundle",
         )

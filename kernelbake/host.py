@@ -22,6 +22,7 @@ from kernelbake.errors import InputError, UnsupportedError
 from kernelbake.fingerprint import FieldValue, Fingerprint, capability, sources_digest
 from kernelbake.plan import KernelFacts
 from kernelbake.profiles import INTERPRETER, DeviceProfile
+from kernelbake.words import counted
 
 _DISTRIBUTIONS = {"torch": ("torch",), "fla": ("fla-core", "flash-linear-attention"), "transformers": ("transformers",)}
 
@@ -75,9 +76,8 @@ def running_profile(device: int = 0) -> DeviceProfile:
     if not 0 <= device < count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         shown = f" (`CUDA_VISIBLE_DEVICES={visible}`)" if visible is not None else ""
-        raise InputError(
-            f"GPU: device {device} is not there; this process sees {count or 'no'} CUDA GPU{'s' * (count > 1)}{shown}"
-        )
+        seen = counted(count, "CUDA GPU") if count else "no CUDA GPU"
+        raise InputError(f"GPU: device {device} is not there; this process sees {seen}{shown}")
     facts = torch.cuda.get_device_properties(device)
     return DeviceProfile(
         id=re.sub(r"[^a-z0-9]+", "-", facts.name.lower()).strip("-"),

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernelbake import bundle, plan, preflight, workload
+from kernelbake import bundle, plan, preflight, profiles, workload
 from kernelbake.bounds import Limits
 from kernelbake.errors import InputError, MisfitError
 from kernelbake.keys import Config
 from kernelbake.plan import Choice, Coverage, Launch, Plan
+from kernelbake.words import counted
 
 if TYPE_CHECKING:
     from kernelbake.bundle import Bundle
@@ -46,6 +47,11 @@ class KernelCount:
     binaries: int
     frozen: int
     cases: tuple[str, ...]
+
+
+def is_interpreted(found: Plan) -> bool:
+    """Whether a plan is for Triton's interpreter, which compiles nothing."""
+    return bool(found.profile["backend"] == profiles.INTERPRETER)
 
 
 def by_kernel(found: Plan) -> list[KernelCount]:
@@ -84,14 +90,13 @@ def warnings(found: Plan, limit: int = VARIANT_LIMIT) -> list[str]:
     for item in found.unbounded:
         axis = f", which follows `{item.axis}`" if item.axis else ""
         lines.append(
-            f"kernel {item.kernel.name}: {len(item.values)} values of argument `{item.argument}`{axis}, each with a "
-            f"binary or key of its own; the cases make them finite"
+            f"kernel `{item.kernel.name}`: {counted(len(item.values), 'value')} of argument `{item.argument}`{axis}, "
+            f"each with a binary or key of its own; the cases make them finite"
         )
+    things = "variants of arguments" if is_interpreted(found) else "binaries to hold"
     for count in by_kernel(found):
         if count.frozen > limit:
-            lines.append(
-                f"kernel {count.kernel}: {count.frozen} binaries to hold; more than {limit} are rarely intended"
-            )
+            lines.append(f"kernel `{count.kernel}`: {count.frozen:,} {things}; more than {limit} are rarely intended")
     return lines
 
 
@@ -152,6 +157,11 @@ class Shown:
     skipped: tuple[tuple[str, str], ...]
     choices: tuple[Choice, ...]
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether it holds decisions of Triton's interpreter, and no code."""
+        return self.made == "interpreted"
+
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(dataclasses.replace(self, choices=()))
         data["fingerprint"] = [{"field": name, "class": cls, "value": value} for name, cls, value in self.fingerprint]
@@ -165,12 +175,13 @@ def show(path: Path, *, kernel: str | None = None) -> Shown:
 
     Raises:
         BundleError: it cannot be trusted.
+        CoverageError: a kernel was named, and the bundle was not measured yet.
         InputError: no kernel's name holds the text.
     """
     held = bundle.read(path)
     choices = tuple(choice for choice in held.choices if kernel is None or kernel in choice.kernel.name)
     if kernel is not None and not choices:
-        raise _unknown_kernel(held, kernel)
+        raise _unknown_kernel(held, kernel, "show")
     outcomes = collections.Counter(str(item["outcome"]) for item in held.record)
     rejected = {reason: count for reason, count in sorted(outcomes.items()) if reason != "ok"}
     counts = {
@@ -188,7 +199,8 @@ def show(path: Path, *, kernel: str | None = None) -> Shown:
     return Shown(held.name, held.digest, held.made, held.size_bytes, fields, counts, rejected, skipped, choices)
 
 
-def _unknown_kernel(held: Bundle, text: str) -> InputError:
+def _unknown_kernel(held: Bundle, text: str, where: str) -> InputError:
+    bundle.refuse_unmeasured(held.made, held.name, where)
     known = sorted({choice.kernel.name for choice in held.choices})
     return InputError(
         f"kernel: no name in the bundle holds `{text}`; wanted part of a kernel's name",
@@ -227,8 +239,8 @@ class Explained:
         cases: ids of the cases that make the launch.
         variants: the specializations launched, for people.
         tried: every candidate, the fastest first, then those not measured.
-        nearest: the other key of the same kernel that differs least: its text, and ``field: this; other`` for each
-            difference. None where the kernel has one key only.
+        nearest: the other key of the same kernel that differs least: its text, and ``field: this `…`; nearest `…```
+            for each difference. None where the kernel has one key only.
     """
 
     choice: Choice
@@ -257,12 +269,13 @@ def explain(path: Path, kernel: str, key: str = "") -> list[Explained]:
 
     Raises:
         BundleError: the bundle cannot be trusted.
+        CoverageError: the bundle was not measured yet.
         InputError: nothing fits the texts.
     """
     held = bundle.read(path)
     of_kernel = [choice for choice in held.choices if kernel in choice.kernel.name]
     if not of_kernel:
-        raise _unknown_kernel(held, kernel)
+        raise _unknown_kernel(held, kernel, "explain")
     wanted = [choice for choice in of_kernel if key in str(choice.key or "")]
     if not wanted:
         known = ", ".join(f"`{choice.key or '(not tuned)'}`" for choice in of_kernel)
@@ -287,8 +300,9 @@ def _nearest(choice: Choice, choices: Iterable[Choice]) -> tuple[str, tuple[str,
     others = [other for other in choices if other.kernel == choice.kernel and other.id != choice.id]
     if not others:
         return None
-    nearest = min(others, key=lambda other: len(plan.nearest_key(choice.key, [other.key])))
-    return str(nearest.key), plan.nearest_key(choice.key, [nearest.key])
+    found = [(plan.nearest_key(choice.key, [other.key], "this", "nearest"), other) for other in others]
+    differences, nearest = min(found, key=lambda item: len(item[0]))
+    return str(nearest.key or "(not tuned)"), differences
 
 
 def _tried(record: Iterable[Mapping[str, Any]], choice: Choice) -> tuple[Tried, ...]:
@@ -411,13 +425,13 @@ def coverage_of(
 def _same_gpu(held: Bundle, wanted: Mapping[str, Any]) -> None:
     mine = held.manifest_resolved["gpu"]
     differing = [
-        f"gpu.{name}: manifest `{wanted[name]}`; bundle `{mine.get(name)}`"
+        f"gpu.{name}: manifest `{wanted[name]}`; bundle: `{mine.get(name)}`"
         for name in ("backend", "capability", "name", "sm_count", "shared_memory_bytes")
         if wanted[name] != mine.get(name)
     ]
     if differing:
         raise MisfitError(
-            f"bundle {held.name}: it was made for another GPU than the manifest's; wanted the same",
+            f"bundle `{held.name}`: it was made for another GPU than the manifest's; wanted the same",
             reasons=differing,
             hint="build a bundle from this manifest",
         )

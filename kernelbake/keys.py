@@ -236,12 +236,21 @@ class Specialization(Tokened):
         parameters = tuple(Parameter(str(name), decode(type_), decode(key)) for name, type_, key in data["parameters"])
         return cls(parameters, _decode_items(data["options"]))
 
-    def differences(self, other: Specialization) -> tuple[str, ...]:
-        """Where another specialization of the same kernel differs: ``name: mine; theirs``."""
-        theirs = {p.name: p for p in other.parameters}
-        lines = [f"{p.name}: `{p}`; `{theirs[p.name]}`" for p in self.parameters if p != theirs.get(p.name, p)]
+    def differences(self, other: Specialization, mine: str, theirs: str) -> tuple[str, ...]:
+        """Where another specialization of the same kernel differs, one line each: ``name: mine `…`; theirs `…```.
+
+        Args:
+            other: the other one.
+            mine, theirs: what to call the two sides.
+        """
+        others = {p.name: p for p in other.parameters}
+        lines = [
+            f"{p.name}: {mine} `{p}`; {theirs} `{others[p.name]}`"
+            for p in self.parameters
+            if p != others.get(p.name, p)
+        ]
         if encode(self.options) != encode(other.options):
-            lines.append(f"options: `{dict(self.options)}`; `{dict(other.options)}`")
+            lines.append(f"options: {mine} `{dict(self.options)}`; {theirs} `{dict(other.options)}`")
         return tuple(lines)
 
     def __str__(self) -> str:

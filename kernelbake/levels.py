@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kernelbake import bundle, fingerprint, host, inspect, profiles
 from kernelbake.errors import InputError, KernelbakeError, MisfitError
 from kernelbake.fingerprint import Fingerprint
+from kernelbake.words import counted
 
 if TYPE_CHECKING:
     from kernelbake.bundle import Bundle
@@ -149,7 +150,7 @@ def verify(path: Path, request: Request, *, on_progress: OnProgress | None = Non
 
 
 def _levels(path: Path, held: Bundle, request: Request, on_progress: OnProgress | None) -> Iterator[Level]:
-    entries = f"{len(held.entries)} entries" if len(held.entries) != 1 else "1 entry"
+    entries = "no code" if held.made == "interpreted" else counted(len(held.entries), "entry")
     yield _proved("integrity", f"each of {held.size_bytes:,} bytes is accounted for; {entries}, made: {held.made}")
     if request.trusted:
         yield _level("signature", lambda: _signature(held, request))
@@ -215,9 +216,8 @@ def _compared(held: Bundle, places: Mapping[str, Fingerprint]) -> Level:
         prefix = f"{place} " if len(places) > 1 else ""
         reasons += [f"{prefix}{difference}" for difference in differences]
     if reasons:
-        count = "1 difference" if len(reasons) == 1 else f"{len(reasons)} differences"
         raise MisfitError(
-            f"bundle {held.name}: {count} from what it was made for; wanted none",
+            f"bundle `{held.name}`: {counted(len(reasons), 'difference')} from what it was made for; wanted none",
             reasons=reasons,
             hint="build a bundle for this GPU and these versions",
         )
@@ -288,9 +288,11 @@ def _coverage(path: Path, held: Bundle, request: Request, on_progress: OnProgres
         found = inspect.covered_inside(held)
     found.refuse("coverage")
     origin = "a plan made anew" if anew else "the plan inside"
-    unused = f"; {len(found.coverage.unused)} held are not needed" if found.coverage.unused else ""
-    cases = "1 case" if len(found.plan.cases) == 1 else f"{len(found.plan.cases)} cases"
-    needed = f"{found.coverage.num_needed} launches of {cases}, by {origin}, are all held"
+    spare = counted(len(found.coverage.unused), "more is", "more are")
+    unused = f"; {spare} held and not needed" if found.coverage.unused else ""
+    launches = counted(found.coverage.num_needed, "launch")
+    are_held = "is held" if found.coverage.num_needed == 1 else "are all held"
+    needed = f"{launches} of {counted(len(found.plan.cases), 'case')}, by {origin}, {are_held}"
     return _proved("coverage", f"{needed}{unused}")
 
 
@@ -308,16 +310,17 @@ def _device(path: Path, held: Bundle, on_progress: OnProgress | None) -> Level:
     from kernelbake import ondevice, outputs
     from kernelbake.outputs import Verdict
 
-    _check_choices(held)
+    bundle.refuse_unmeasured(held.made, held.name, "device")
     done = ondevice.replay(path, held, _devices(held), on_progress)
     findings = tuple(one.to_json() for one in done.launches)
     try:
         done.refuse(held.name)
     except KernelbakeError as error:
         return _refused("device", error, findings)
-    where = f"{done.loads} binaries were loaded in {done.load_s:.2f} s" if done.loads else "the interpreter runs"
-    steps = "in the step of 1 case" if done.cases == 1 else f"in the steps of {done.cases} cases"
-    text = f"{where}; {steps}, of {len(findings)} launches {outputs.summed(done.launches)}"
+    loads = counted(done.loads, "binary was", "binaries were")
+    where = f"{loads} loaded in {done.load_s:.2f} s" if done.loads else "the interpreter runs"
+    steps = f"in the {'step' if done.cases == 1 else 'steps'} of {counted(done.cases, 'case')}"
+    text = f"{where}; {steps}, of {counted(len(findings), 'launch')} {outputs.summed(done.launches)}"
     seen = any(one.verdict in (Verdict.SAME, Verdict.CLOSE) for one in done.launches)
     details = tuple(str(one) for one in done.launches if one.verdict in (Verdict.UNMET, Verdict.UNRECORDED))
     return Level("device", Outcome.PROVED if seen else Outcome.UNCHECKED, text, None, findings, details)
@@ -328,7 +331,7 @@ def _rebench(held: Bundle, request: Request, on_progress: OnProgress | None) -> 
     from kernelbake.progress import Event
 
     assert request.rebench is not None
-    _check_choices(held)
+    bundle.refuse_unmeasured(held.made, held.name, "rebench")
     _devices(held)
 
     def on_event(event: Event) -> None:
@@ -355,14 +358,6 @@ def _rebench(held: Bundle, request: Request, on_progress: OnProgress | None) -> 
     return Level("rebench", Outcome.PROVED, text, None, findings, tuple(map(str, found)))
 
 
-def _check_choices(held: Bundle) -> None:
-    if held.made == "compiled-only":
-        raise MisfitError(
-            f"bundle {held.name}: holds code for every candidate and no choice; wanted a measured one",
-            hint="measure it on the GPU: `kernelbake build --from BUNDLE`",
-        )
-
-
 def _devices(held: Bundle) -> range:
     """The GPUs on which a bundle's code runs here; none for the interpreter's.
 
@@ -372,7 +367,7 @@ def _devices(held: Bundle) -> range:
     count = 0 if held.made == "interpreted" else gpu_count()
     if count == 0 and held.made != "interpreted":
         raise MisfitError(
-            f"bundle {held.name}: made for `{held.fingerprint.get('gpu.device')}`; this machine shows no GPU",
+            f"bundle `{held.name}`: made for `{held.fingerprint.get('gpu.device')}`; this machine shows no GPU",
             hint="without one, `kernelbake verify` still proves integrity, fit (with `--for`) and coverage",
         )
     return range(count)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernelbake.errors import BundleError, UnsupportedError
+from kernelbake.words import counted
 
 if TYPE_CHECKING:
     from kernelbake.bundle import Entry
@@ -187,14 +188,15 @@ def load_all(
                 waiting.put(None)
     loaded = {device: future.result() for device, future in loading.items()}
     failures = [
-        f"kernel {entries[identity].kernel.name} on device {device}: {str(error).splitlines()[0]}"
+        f"kernel `{entries[identity].kernel.name}` on device {device}: {str(error).splitlines()[0]}"
         for device, found in loaded.items()
         for identity, error in found.items()
         if isinstance(error, Exception)
     ]
     if failures:
-        number = len(wanted) * len(devices)
-        raise BundleError(f"freeze: {len(failures)} of {number} kernels do not load", reasons=failures)
+        failing = f"{counted(len(failures), 'binary')} of {len(wanted) * len(devices):,}"
+        message = f"freeze: {failing} {'does' if len(failures) == 1 else 'do'} not load; wanted all of them"
+        raise BundleError(message, reasons=failures)
     return loaded
 
 

@@ -112,11 +112,16 @@ def hold(plan: Plan, choices: Sequence[Choice]) -> dict[str, Held]:
 
 # ---------------------------------------------------------------------------------------------- misses
 
+_SIDES = ("here", "bundle:")
+"""What the values of a call that was refused and those of the bundle are called."""
+
 
 def missed_key(held: Held, key: AutotuneKey) -> FrozenMissError:
     """The refusal of a call whose autotune key was not planned."""
-    nearest = nearest_key(key, [choice.key for choice in held.choices]) if held.choices else ()
-    cases = [case for launch in held.launches if nearest_key(key, [launch.key]) == nearest for case in launch.cases]
+    nearest = nearest_key(key, [choice.key for choice in held.choices], *_SIDES)
+    cases = [
+        case for launch in held.launches if nearest_key(key, [launch.key], *_SIDES) == nearest for case in launch.cases
+    ]
     return _missed(held, f"no choice for autotune key `{key}`", "a key that was planned", nearest, cases)
 
 
@@ -128,12 +133,13 @@ def missed_specialization(held: Held, specialization: Specialization, config: Co
         specialization: the call's.
         config: the one that was chosen for it, where something was tuned.
     """
-    nearest = min((specialization.differences(known) for known in held.specializations.values()), key=len, default=())
+    known_ones = held.specializations.values()
+    nearest = min((specialization.differences(known, *_SIDES) for known in known_ones), key=len, default=())
     variants = [variant for launch in held.launches for variant in launch.variants]
     cases = [
         case
         for variant in variants
-        if any(specialization.differences(known) == nearest for known in variant.specializations)
+        if any(specialization.differences(known, *_SIDES) == nearest for known in variant.specializations)
         for case in variant.cases
     ]
     chosen = f" (config `{config}`)" if config is not None else ""
@@ -143,7 +149,7 @@ def missed_specialization(held: Held, specialization: Specialization, config: Co
 def _missed(held: Held, found: str, wanted: str, nearest: Sequence[str], cases: Sequence[str]) -> FrozenMissError:
     near = f"; the nearest planned launch is in case `{cases[0]}`" if cases else ""
     return FrozenMissError(
-        f"kernel {held.kernel.name}: {found}; wanted {wanted}",
+        f"kernel `{held.kernel.name}`: {found}; wanted {wanted}",
         reasons=[f"differs from the nearest in {difference}" for difference in nearest],
         hint=f"add the case that makes this launch to the manifest's axes, and build again{near}",
     )
@@ -153,13 +159,13 @@ def unknown_kernel(name: str, known: Iterable[str], *, redefined: bool) -> Froze
     """The refusal of a launch of an object that was not there when the bundle was frozen."""
     if redefined:
         return FrozenMissError(
-            f"kernel {name}: the object was defined again after the freeze; wanted the one that was checked then",
+            f"kernel `{name}`: the object was defined again after the freeze; wanted the one that was checked then",
             hint="restart the process; do not reload modules of kernels",
         )
     short = name.rpartition(".")[2]
     alike = [f"the bundle has `{other}`" for other in sorted(known) if other.rpartition(".")[2] == short]
     return FrozenMissError(
-        f"kernel {name}: not in the bundle; wanted one of its kernels",
+        f"kernel `{name}`: not in the bundle; wanted one of its kernels",
         reasons=alike,
         hint="add the case that launches it to the workload, and build again",
     )

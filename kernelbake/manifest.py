@@ -22,6 +22,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from kernelbake import profiles, workload, yamlfile
 from kernelbake.errors import BuildError, InputError, ManifestError
 from kernelbake.profiles import DeviceProfile
+from kernelbake.words import counted
 from kernelbake.yamlfile import Document, Fault
 
 FORMAT = 1
@@ -273,10 +274,10 @@ def parse(text: bytes, source: str) -> Manifest:
 
 def _refusal(source: str, faults: list[Fault]) -> ManifestError:
     unique = sorted(set(faults), key=lambda fault: (fault.line, yamlfile.dotted(fault.path), fault.message))
-    count = "1 fault" if len(unique) == 1 else f"{len(unique):,} faults"
+    count = counted(len(unique), "fault")
     reasons = [str(fault) for fault in unique[:MAX_SHOWN]]
     if len(unique) > MAX_SHOWN:
-        reasons.append(f"and {len(unique) - MAX_SHOWN:,} more faults")
+        reasons.append(f"and {counted(len(unique) - MAX_SHOWN, 'more fault')}")
     return ManifestError(f"manifest `{source}`: {count}; wanted none", reasons=reasons)
 
 

@@ -32,6 +32,7 @@ from kernelbake.recorder import intercepted
 from kernelbake.runners import CudaCode, InterpretedCode
 from kernelbake.shadow import find_workload
 from kernelbake.tune import Failed, Report, stand_in, tune
+from kernelbake.words import counted
 from kernelbake.worker_main import Known
 from kernelbake.workload import Oracle, Session
 
@@ -147,8 +148,8 @@ class Conductor:
         variant = self._variants[place][candidate].get(resolved.specialization.token)
         if variant is None:
             planned = [variant.specializations[candidate] for variant in launch.variants]
-            nearest = min((resolved.specialization.differences(other) for other in planned), key=len)
-            self._unplanned[f"{launch}: specialization with {'; '.join(nearest)} (planned)"] = None
+            nearest = min((resolved.specialization.differences(other, "made", "planned") for other in planned), key=len)
+            self._unplanned[f"{launch}: specialization with {', '.join(nearest)}"] = None
             self.check_planned()
         return resolved
 
@@ -281,9 +282,8 @@ def run(job: Mapping[str, Any], plan: Plan, report: Progress) -> dict[str, Any]:
         steps(session, cases, conductor, device, report)
     missing = conductor.never_met()
     if missing:
-        raise PlanMismatchError(
-            f"measure: {len(missing)} planned launches are made by no step; wanted all of them", reasons=missing
-        )
+        launches = counted(len(missing), "planned launch is", "planned launches are")
+        raise PlanMismatchError(f"measure: {launches} made by no step; wanted all to be made", reasons=missing)
     seconds = {name: round(spent, 3) for name, spent in sorted(conductor.parts.seconds.items())}
     return {"busy_ms": conductor.busy_ms, "wall_ms": conductor.tuning_ms, "seconds": seconds}
 

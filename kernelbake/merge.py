@@ -17,6 +17,7 @@ from kernelbake.fingerprint import FieldClass, Fingerprint, sources_digest
 from kernelbake.outcome import OK
 from kernelbake.plan import Choice, KernelFacts, Launch, Plan
 from kernelbake.progress import BuildResult
+from kernelbake.words import counted
 
 _COMPARED = (FieldClass.ENFORCED, FieldClass.BUILD_ONLY, FieldClass.FLOOR)
 
@@ -42,7 +43,7 @@ def merge(paths: Sequence[Path], output: Path) -> BuildResult:
         BuildError: neither of two choices has code for all that the other bundle launches.
     """
     if len(paths) < 2:
-        raise InputError(f"merge: {len(paths)} bundle; wanted two or more")
+        raise InputError(f"merge: {counted(len(paths), 'bundle')}; wanted two or more")
     start = time.monotonic()
     bundle.check_output(output)
     merged, *others = [_contents(bundle.read(path)) for path in paths]
@@ -86,18 +87,19 @@ def _contents(held: Bundle) -> Contents:
 def _check_same(one: Contents, other: Contents, where: str) -> None:
     reasons = [*_different_facts(one.fingerprint, other.fingerprint), *_different_plans(one.plan, other.plan)]
     if one.made != other.made:
-        reasons.append(f"made: `{one.made}`; `{other.made}`")
+        reasons.append(_differ("made", one.made, other.made))
     for part in ("measure", "compile", "gpu"):
         mine, theirs = one.manifest_resolved.get(part), other.manifest_resolved.get(part)
         reasons += _differences(part, mine, theirs)
     if reasons:
-        raise MisfitError(f"{where}: {len(reasons)} differences; wanted bundles made for the same", reasons=reasons)
+        number = counted(len(reasons), "difference")
+        raise MisfitError(f"{where}: {number}; wanted bundles made for the same", reasons=reasons)
 
 
 def _different_facts(one: Fingerprint, other: Fingerprint) -> list[str]:
     classes = {field.name: field.cls for field in (*one.fields, *other.fields)}
     return [
-        f"{name}: `{one.get(name)}`; `{other.get(name)}`"
+        _differ(name, one.get(name), other.get(name))
         for name, cls in sorted(classes.items())
         if cls in _COMPARED and name != _DERIVED and one.get(name) != other.get(name)
     ]
@@ -108,7 +110,7 @@ def _different_plans(one: Plan, other: Plan) -> list[str]:
     reasons += _differences("implementations", one.implementations, other.implementations)
     for name in sorted(one.kernels.keys() & other.kernels.keys()):
         if one.kernels[name] != other.kernels[name]:
-            reasons.append(f"kernel {name}: its source or its configs differ")
+            reasons.append(f"kernel `{name}`: its source or its configs differ")
     for launch in one.launches:
         twin = other.launch(launch.id)
         if twin is not None and set(twin.candidates) != set(launch.candidates):
@@ -123,7 +125,11 @@ def _differences(place: str, one: Any, other: Any) -> list[str]:
             for name in sorted({*one, *other})
             for line in _differences(f"{place}.{name}", one.get(name), other.get(name))
         ]
-    return [] if one == other else [f"{place}: `{one}`; `{other}`"]
+    return [] if one == other else [_differ(place, one, other)]
+
+
+def _differ(name: str, one: Any, other: Any) -> str:
+    return f"{name}: first `{one}`; second `{other}`"
 
 
 # ---------------------------------------------------------------------------------------------- joining

@@ -14,6 +14,7 @@ from kernelbake.manifest import Manifest
 from kernelbake.outcome import Files
 from kernelbake.outputs import Compared, Verdict, Wanted
 from kernelbake.supervise import QUIET_LIMIT_S, refusal
+from kernelbake.words import counted
 from kernelbake.worker import Child, ChildDiedError
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ class Replayed:
         """
         differing = [str(one) for one in self.launches if one.verdict is Verdict.DIFFERS]
         if differing:
+            launches = f"{counted(len(differing), 'launch')} of {len(self.launches):,}"
             raise BundleError(
-                f"bundle {name}: {len(differing)} of {len(self.launches)} launches do not write what was recorded; "
+                f"bundle `{name}`: {launches} {'does' if len(differing) == 1 else 'do'} not write what was recorded; "
                 f"wanted the same bits, or nearly the same values",
                 reasons=differing,
                 hint="a different driver or cuBLAS explains small differences; these are not small",
@@ -172,7 +174,7 @@ class _Replay:
             return BuildError("device: the workload's step does not run to its end; wanted it to", reasons=reasons)
         launch = self._held.plan.launches[self._current]
         return BundleError(
-            f"bundle {self._held.name}: launch {launch} does not run to its end; wanted the recorded outputs",
+            f"bundle `{self._held.name}`: launch `{launch}` does not run to its end; wanted the recorded outputs",
             reasons=reasons,
         )
 

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kernelbake.words import counted
+
 if TYPE_CHECKING:
     from kernelbake.bundle import Bundle
 
@@ -221,17 +223,21 @@ def summed(found: Sequence[Compared]) -> str:
     for verdict in Verdict:
         of_kind = [one for one in found if one.verdict is verdict]
         if of_kind:
-            parts.append(f"{len(of_kind)} {_WORDS[verdict]}{_largest(of_kind)}")
+            parts.append(f"{counted(len(of_kind), *_WORDS[verdict])}{_largest(of_kind)}")
     return ", ".join(parts)
 
 
 _WORDS = {
-    Verdict.SAME: "gave the recorded bits",
-    Verdict.CLOSE: "stayed within tolerance",
-    Verdict.DIFFERS: "differ",
-    Verdict.UNMET: "were not met",
-    Verdict.UNRECORDED: "ran and have nothing recorded to compare with",
+    Verdict.SAME: ("gave the recorded bits", "gave the recorded bits"),
+    Verdict.CLOSE: ("stayed within tolerance", "stayed within tolerance"),
+    Verdict.DIFFERS: ("differs", "differ"),
+    Verdict.UNMET: ("was not met", "were not met"),
+    Verdict.UNRECORDED: (
+        "ran and has nothing recorded to compare with",
+        "ran and have nothing recorded to compare with",
+    ),
 }
+"""Of one launch, and of several."""
 
 
 def _largest(found: Sequence[Compared]) -> str:

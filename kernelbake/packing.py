@@ -15,6 +15,7 @@ from kernelbake.keys import Kernel, Specialization
 from kernelbake.outcome import OK, Code, Files, Rejected, shape_of
 from kernelbake.plan import Choice, Launch, Plan
 from kernelbake.state import State
+from kernelbake.words import counted
 from kernelbake.worker import Child, ChildDiedError
 
 if TYPE_CHECKING:
@@ -204,7 +205,8 @@ def self_check(packed: Path, *, environment: Mapping[str, str], log: Path, on_de
     if answer is None:
         raise BuildError(f"self-check: not done after {_SELF_CHECK_LIMIT_S:.0f} s; wanted every entry to load")
     if answer["faults"]:
+        things = counted(len(answer["faults"]), "thing")
         raise BuildError(
-            f"self-check: {len(answer['faults'])} things that the plan needs cannot be had from the bundle; wanted all",
+            f"self-check: {things} that the plan needs cannot be had from the bundle; wanted all",
             reasons=answer["faults"],
         )

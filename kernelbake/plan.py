@@ -326,7 +326,8 @@ class Missing:
         where: kernel name, or the call that is served by another implementation.
         wanted: what the plan needs, for people.
         cases: the ids of the cases that need it.
-        nearest: the nearest thing that the bundle holds, field by field: ``field: wanted; held``. Empty if none.
+        nearest: the nearest thing that the bundle holds, field by field: ``field: needed `…`; bundle: `…```.
+            Empty if none.
     """
 
     kind: str
@@ -431,22 +432,32 @@ def _sources(plan: Plan, held: Inventory) -> list[Missing]:
 def _missing_key(launch: Launch, choices: Sequence[Choice]) -> Missing:
     if not choices:
         return Missing("kernel", launch.kernel.name, str(launch.key or "(not tuned)"), launch.cases)
-    nearest = nearest_key(launch.key, [choice.key for choice in choices])
+    nearest = nearest_key(launch.key, [choice.key for choice in choices], "needed", "bundle:")
     return Missing("key", launch.kernel.name, str(launch.key or "(not tuned)"), launch.cases, nearest)
 
 
-def nearest_key(key: AutotuneKey | None, others: Iterable[AutotuneKey | None]) -> tuple[str, ...]:
-    """How the nearest of other keys of the same kernel differs, ``field: wanted; held``; empty where there is none."""
-    return min((_key_differences(key, other) for other in others), key=len, default=())
+def nearest_key(
+    key: AutotuneKey | None, others: Iterable[AutotuneKey | None], mine: str, theirs: str
+) -> tuple[str, ...]:
+    """How the nearest of other keys of the same kernel differs; empty where there is none.
+
+    Args:
+        key: the key.
+        others: the other ones.
+        mine, theirs: what to call the two sides, as in ``field: needed `…`; bundle: `…```.
+    """
+    return min((_key_differences(key, other, mine, theirs) for other in others), key=len, default=())
 
 
-def _key_differences(wanted: AutotuneKey | None, held: AutotuneKey | None) -> tuple[str, ...]:
+def _key_differences(
+    wanted: AutotuneKey | None, held: AutotuneKey | None, name_wanted: str, name_held: str
+) -> tuple[str, ...]:
     if wanted is None or held is None:
-        return ("tuned at all",)
+        return (f"tuned at all: {name_wanted} `{wanted is not None}`; {name_held} `{held is not None}`",)
     mine = {**dict(wanted.values), **{f"dtype of {name}": dtype for name, dtype in wanted.dtypes}}
     theirs = {**dict(held.values), **{f"dtype of {name}": dtype for name, dtype in held.dtypes}}
     return tuple(
-        f"{name}: `{mine.get(name, 'absent')}`; `{theirs.get(name, 'absent')}`"
+        f"{name}: {name_wanted} `{mine.get(name, 'absent')}`; {name_held} `{theirs.get(name, 'absent')}`"
         for name in dict.fromkeys((*mine, *theirs))
         if (type(mine.get(name)), mine.get(name)) != (type(theirs.get(name)), theirs.get(name))
         or (name in mine) != (name in theirs)
@@ -460,7 +471,7 @@ def _missing_specializations(launch: Launch, choice: Choice) -> list[Missing]:
     for variant in launch.variants:
         wanted = variant.specializations[index]
         if wanted.token not in choice.entries:
-            nearest = min((wanted.differences(other) for other in held), key=len, default=())
+            nearest = min((wanted.differences(other, "needed", "bundle:") for other in held), key=len, default=())
             key = str(launch.key or "(not tuned)")
             missing.append(Missing("specialization", launch.kernel.name, key, variant.cases, nearest))
     return missing

@@ -21,10 +21,10 @@ from kernelbake.compare import Difference, compare
 from kernelbake.errors import CoverageError, MisfitError
 from kernelbake.plan import Coverage, Missing, Plan, coverage
 from kernelbake.profiles import DeviceProfile
+from kernelbake.words import counted
 from kernelbake.workload import Footprint
 
 INTERPRETED = "interpreted"
-_UNMEASURED = "compiled-only"
 
 Compare = Callable[[], Difference]
 """Gives the difference between a plan and what was launched so far."""
@@ -114,7 +114,7 @@ def preflight(
     """
     start = time.monotonic()
     header = bundle.read_header(path)
-    _refuse_unmeasured(header["made"], header["name"], "preflight")
+    bundle.refuse_unmeasured(header["made"], header["name"], "preflight")
     with planner.started(interpreted=header["made"] == INTERPRETED) as child:
         held = bundle.read(path)
         own = _section(held)
@@ -180,14 +180,14 @@ def refuse(plan: Plan, held: Bundle, found: Coverage, where: str) -> None:
         CoverageError: something is missing, all of it is listed; or nothing in the bundle was measured yet.
     """
     _refuse_misfit(plan, held, found, where)
-    _refuse_unmeasured(held.made, held.name, where)
+    bundle.refuse_unmeasured(held.made, held.name, where)
     _refuse_gaps(plan, held, found, where)
 
 
 def _refuse_misfit(plan: Plan, held: Bundle, found: Coverage, where: str) -> None:
     """Another Triton or another kernel source makes every other difference a consequence."""
     here, there = plan.versions.get("triton"), held.plan.versions.get("triton")
-    reasons = [f"triton.version: here `{here}`; bundle `{there}`"] if here != there else []
+    reasons = [f"triton.version: here `{here}`; bundle: `{there}`"] if here != there else []
     reasons += [str(missing) for missing in found.missing if missing.kind == "source"]
     if reasons:
         raise MisfitError(
@@ -197,23 +197,15 @@ def _refuse_misfit(plan: Plan, held: Bundle, found: Coverage, where: str) -> Non
         )
 
 
-def _refuse_unmeasured(made: str, name: str, where: str) -> None:
-    """A bundle without choices lacks every launch, and for one reason: the GPU has not measured yet."""
-    if made == _UNMEASURED:
-        raise CoverageError(
-            f"{where}: bundle `{name}` holds code for every candidate and no choice; wanted a measured one",
-            hint="measure it on the GPU: `kernelbake build --manifest FILE --from BUNDLE`",
-        )
-
-
 def _refuse_gaps(plan: Plan, held: Bundle, found: Coverage, where: str) -> None:
     if found.complete:
         return
     missing: Sequence[Missing] = found.missing
     cases = len({case for item in missing for case in item.cases})
-    things = "1 thing" if len(missing) == 1 else f"{len(missing)} things"
+    needs = "needs" if cases == 1 else "need"
+    needing = f"{cases:,} of {counted(len(plan.cases), 'case')} {needs}" if cases else "the plan needs"
     raise CoverageError(
-        f"{where}: bundle `{held.name}` lacks {things} that {cases} of {len(plan.cases)} cases need; wanted all",
+        f"{where}: bundle `{held.name}` lacks {counted(len(missing), 'thing')} that {needing}; wanted all",
         hint="build a bundle from a manifest that names these cases, or run the cases that this one has",
         reasons=map(str, missing),
     )

@@ -16,15 +16,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernelbake import children, digest, gpu, packing
+from kernelbake import bundle, children, digest, gpu, packing
 from kernelbake.compiling import Task, tasks_of
-from kernelbake.errors import BuildError, InputError
+from kernelbake.errors import BuildError
 from kernelbake.manifest import Manifest
 from kernelbake.outcome import OK, Files
 from kernelbake.plan import Launch
 from kernelbake.progress import Event, OnEvent
 from kernelbake.state import State, boot_id
 from kernelbake.supervise import Supervision, Supervisor
+from kernelbake.words import counted
 
 if TYPE_CHECKING:
     from kernelbake.bundle import Bundle
@@ -105,11 +106,10 @@ def rebench(
 
     Raises:
         BuildError: this machine has not the bundle's GPU, or it is busy; nothing can be compiled; a step does not run.
-        InputError: the bundle holds no choices.
+        CoverageError: the bundle was not measured yet.
         MisfitError: what would be compiled here is not what the bundle was compiled from or with.
     """
-    if held.made == "compiled-only":
-        raise InputError(f"rebench: bundle {held.name} was made `compiled-only`; wanted one with choices")
+    bundle.refuse_unmeasured(held.made, held.name, "rebench")
     places = sampled(held, number, seed)
     if not places:
         return ()
@@ -261,8 +261,9 @@ def refuse(found: tuple[Rebenched, ...], name: str) -> None:
     """
     lost = [str(one) for one in found if one.standing in (Standing.BEATEN, Standing.REJECTED)]
     if lost:
+        winners = f"{len(lost)} of {counted(len(found), 'winner')}"
         raise BuildError(
-            f"bundle {name}: {len(lost)} of {len(found)} winners would not win again; wanted all of them to win or tie",
+            f"bundle `{name}`: {winners} would not win again; wanted all of them to win or tie",
             reasons=lost,
             hint="the bundle still gives right results; for the best times, build it again on this machine",
         )

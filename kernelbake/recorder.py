@@ -79,7 +79,7 @@ class Observer:
             return self._observe(kernel, launchable, args, kwargs)
         except (TypeError, LookupError) as error:
             culprits = _unkeyable(launchable, args, kwargs)
-            raise PlanError(f"kernel {kernel.name}: {error}", reasons=culprits) from error
+            raise PlanError(f"kernel `{kernel.name}`: {error}", reasons=culprits) from error
 
     def _observe(self, kernel: Kernel, launchable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Launch:
         call = Call(args, {name: value for name, value in kwargs.items() if name not in _CONTROL})
@@ -169,7 +169,7 @@ def _refuse_descriptors(kernel: Kernel, launchable: Any, call: Call) -> None:
     for name, value in named(launchable, call.args, call.kwargs).items():
         if type(value).__name__ in _DESCRIPTORS:
             raise PlanError(
-                f"kernel {kernel.name}: argument `{name}` is a `{type(value).__name__}`; wanted a tensor",
+                f"kernel `{kernel.name}`: argument `{name}` is a `{type(value).__name__}`; wanted a tensor",
                 hint="a descriptor made on the host is not supported; make it in the kernel",
             )
 
@@ -177,7 +177,7 @@ def _refuse_descriptors(kernel: Kernel, launchable: Any, call: Call) -> None:
 def _refuse_assertions(kernel: Kernel, launchable: Any, call: Call) -> None:
     if triton_api.asks_for_assertions(launchable, call.kwargs):
         raise PlanError(
-            f"kernel {kernel.name}: `debug` is on, for which Triton makes code with assertions; wanted it off",
+            f"kernel `{kernel.name}`: `debug` is on, for which Triton makes code with assertions; wanted it off",
             hint="leave `debug=True` out of the call or of the kernel's decorator",
         )
 

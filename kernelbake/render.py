@@ -1,7 +1,8 @@
 """What a person sees. The only file of kernelbake that imports rich, and beside ``cli`` the only one that writes.
 
-stdout is data: tables, JSON, digests, paths. stderr is everything else: progress, notes, refusals. Tables are plain
-text of fixed layout, the same on a terminal and in a file; rich draws progress, on terminals only.
+stdout is data: tables, JSON, digests, paths. stderr is everything else: progress, notes, refusals. All is plain text.
+In a pipe or a file it has one layout, with an entry on a line; on a terminal keys stand in parts and lines are folded
+to its width, with nothing cut. rich draws progress, on terminals only.
 """
 
 from __future__ import annotations
@@ -11,24 +12,29 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kernelbake import layout
 from kernelbake.errors import InputError, KernelbakeError
+from kernelbake.words import counted
 
 if TYPE_CHECKING:
     from kernelbake.diff import Diff
     from kernelbake.inspect import Covered, Explained, Shown
     from kernelbake.levels import Report
-    from kernelbake.plan import Choice, Plan
+    from kernelbake.plan import Choice, Launch, Plan
     from kernelbake.progress import BuildResult, Event
 
 REPORT_HINT = (
     "this is a fault of kernelbake: please report it with the lines above and the output of `kernelbake --version`"
 )
 _PLAIN_INTERVAL_S = 5.0
+_NARROWEST = 40
+"""Columns; a terminal that says it has fewer gets lines of this width."""
 
 
 # ---------------------------------------------------------------------------------------------- streams
@@ -69,9 +75,19 @@ def _write(stream: TextIO, text: str) -> None:
             raise InputError(f"stdout: {failure.strerror}; wanted to write all of the output") from failure
 
 
+def width(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal that stdout, or another stream, is; None for a pipe or a file."""
+    return max(shutil.get_terminal_size().columns, _NARROWEST) if (stream or sys.stdout).isatty() else None
+
+
 def line(text: str = "") -> None:
     """One line of data."""
     _write(sys.stdout, f"{text}\n")
+
+
+def folded(text: str, hang: int = 4) -> None:
+    """One line of data; on a terminal, as many as it takes, all but the first indented by ``hang`` columns."""
+    _print(layout.fold(text, width(), hang))
 
 
 def data(value: Any) -> None:
@@ -90,8 +106,12 @@ def flush() -> None:
 
 
 def error(failure: KernelbakeError) -> None:
-    """A refusal: its message, all its reasons, its hint."""
-    note(f"error: {failure}")
+    """A refusal: its message, all its reasons, its hint. A terminal gets reasons folded; a hint may be copied."""
+    first, *rest = f"error: {failure}".split("\n")
+    note(first)
+    for text in rest:
+        for part in layout.fold(text, width(sys.stderr) if text.startswith("  ") else None):
+            note(part)
 
 
 def fault(text: str) -> None:
@@ -100,27 +120,7 @@ def fault(text: str) -> None:
     note(REPORT_HINT)
 
 
-# ---------------------------------------------------------------------------------------------- tables
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> list[str]:
-    """Lines of a table with columns two spaces apart.
-
-    Args:
-        header: the columns' names.
-        rows: their cells.
-        right: the columns whose cells stand at the right.
-    """
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-
-    def lined(row: Sequence[str]) -> str:
-        parts = [
-            text.rjust(w) if i in right else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(parts).rstrip()
-
-    return [lined(row) for row in cells]
+# ---------------------------------------------------------------------------------------------- numbers
 
 
 def bytes_text(count: int) -> str:
@@ -131,12 +131,6 @@ def bytes_text(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     raise AssertionError
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 key``, ``2 keys``."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
-    return f"{count:,} {noun if count == 1 else plural}"
 
 
 # ---------------------------------------------------------------------------------------------- progress
@@ -268,45 +262,83 @@ def plan(found: Plan, *, by: str, as_json: bool) -> None:
     from kernelbake import inspect
 
     for warning in inspect.warnings(found):
-        note(f"warning: {warning}")
+        for text in layout.fold(f"warning: {warning}", width(sys.stderr), hang=9):
+            note(text)
     if as_json:
         data(found.to_json())
         return
     profile = found.profile
-    line(f"{profile['name']}, {counted(len(found.cases), 'case')}, {len(found.skipped)} skipped")
+    line(f"{profile['name']}, {counted(len(found.cases), 'case')}, {len(found.skipped):,} skipped")
     for case, reason in found.skipped:
-        line(f"skipped {case.id}: {reason}")
+        folded(f"skipped {case.id}: {reason}")
     line()
-    _print(_by_case(found) if by == "case" else _by_kernel(found))
+    if by == "kernel":
+        _print(_by_kernel(found))
+    elif width() is None:
+        _print(_by_case(found))
+    else:
+        _cases_in_parts(found)
     line()
+    parts = [counted(found.num_keys, "key"), counted(len(found.launches), "launch")]
+    folded(", ".join([*parts, counted(found.num_candidates, "candidate"), _to_compile(found)]))
+
+
+def _to_compile(found: Plan) -> str:
+    from kernelbake import inspect
+
+    if inspect.is_interpreted(found):
+        return "nothing to compile for Triton's interpreter"
     kernels = inspect.by_kernel(found)
     binaries, frozen = sum(row.binaries for row in kernels), sum(row.frozen for row in kernels)
-    line(
-        f"{counted(found.num_keys, 'key')}, {counted(len(found.launches), 'launch').replace('launchs', 'launches')}, "
-        f"{counted(found.num_candidates, 'candidate')}, {counted(binaries, 'binary')} to compile, {frozen:,} to hold"
-    )
+    return f"{counted(binaries, 'binary')} to compile, {frozen:,} to hold"
 
 
 def _by_kernel(found: Plan) -> list[str]:
     from kernelbake import inspect
 
+    rows = inspect.by_kernel(found)
+    if inspect.is_interpreted(found):
+        header: tuple[str, ...] = ("kernel", "keys", "candidates", "variants", "cases")
+        cells = [(row.kernel, row.keys, row.candidates, row.frozen, len(row.cases)) for row in rows]
+        return layout.table(header, cells, right=(1, 2, 3, 4), width=width())
     header = ("kernel", "keys", "candidates", "binaries", "held", "cases")
-    rows = [
-        (row.kernel, row.keys, row.candidates, row.binaries, row.frozen, len(row.cases))
-        for row in inspect.by_kernel(found)
-    ]
-    return table(header, rows, right=(1, 2, 3, 4, 5))
+    counts = [(row.kernel, row.keys, row.candidates, row.binaries, row.frozen, len(row.cases)) for row in rows]
+    return layout.table(header, counts, right=(1, 2, 3, 4, 5), width=width())
 
 
 def _by_case(found: Plan) -> list[str]:
+    """A line for each launch of each case, which says all of it."""
     from kernelbake import inspect
 
-    rows = []
-    for case, launches in inspect.by_case(found):
-        rows += [
-            (case if index == 0 else "", launch.kernel.name, launch.key or "-") for index, launch in enumerate(launches)
-        ]
-    return table(("case", "kernel", "key"), rows)
+    rows = [
+        (case, launch.kernel.name, layout.key_text(launch.key))
+        for case, launches in inspect.by_case(found)
+        for launch in launches
+    ]
+    return layout.table(("case", "kernel", "key"), rows)
+
+
+def _cases_in_parts(found: Plan) -> None:
+    """The launches that all cases make, once; then those of each case beyond them."""
+    from kernelbake import inspect
+
+    cases = inspect.by_case(found)
+    shared = [launch for launch in found.launches if len(launch.cases) == len(cases)] if len(cases) > 1 else []
+    if shared:
+        line(f"all {counted(len(cases), 'case')}: {counted(len(shared), 'launch')}")
+        _launches(shared)
+    for case, launches in cases:
+        own = [launch for launch in launches if launch not in shared]
+        more = "more " if shared else ""
+        folded(f"{case}: {counted(len(own), f'{more}launch') if own else f'no {more}launches'}")
+        _launches(own)
+
+
+def _launches(launches: Iterable[Launch]) -> None:
+    for launch in launches:
+        folded(f"  {launch.kernel.name}")
+        for text in layout.own_lines(launch.key, ()):
+            folded(f"      {text}", hang=8)
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -348,15 +380,15 @@ def verified(report: Report, *, as_json: bool) -> None:
         data(report.to_json())
         return
     if report.digest is not None:
-        line(f"digest     {report.digest}")
+        folded(f"digest     {report.digest}", hang=11)
     for level in report.levels:
         outcome = "" if level.outcome == "proved" else f"{level.outcome}: "
-        line(f"{level.name:<10} {outcome}{level.text}")
-        _print(f"{'':<10} {detail}" for detail in level.details)
-        if (
-            level.error is not None and level.error is not report.refusals[0]
-        ):  # the first is shown as the command's error
-            _print(f"{'':<10} {reason}" for reason in level.error.reasons)
+        folded(f"{level.name:<10} {outcome}{level.text}", hang=11)
+        for detail in level.details:
+            folded(f"{'':<10} {detail}", hang=13)
+        if level.error is not None and level.error is not report.refusals[0]:  # the first is the command's error
+            for reason in level.error.reasons:
+                folded(f"{'':<10} {reason}", hang=13)
 
 
 def shown(summary: Shown, *, as_json: bool) -> None:
@@ -365,46 +397,53 @@ def shown(summary: Shown, *, as_json: bool) -> None:
         data(summary.to_json())
         return
     counts = summary.counts
-    line(f"name        {summary.name}")
-    line(f"digest      {summary.digest}")
+    code = "no code: Triton's interpreter runs it" if summary.interpreted else counted(counts["entries"], "entry")
+    planned = ", ".join(counted(counts[noun + "s"], noun) for noun in ("case", "kernel", "key", "candidate"))
+    folded(f"name        {summary.name}", hang=12)
+    folded(f"digest      {summary.digest}", hang=12)
     line(f"made        {summary.made}")
-    line(f"size        {bytes_text(summary.size_bytes)}, {counted(counts['entries'], 'entry')}")
-    line(
-        f"planned     {', '.join(counted(counts[noun + 's'], noun) for noun in ('case', 'kernel', 'key', 'candidate'))}"
-    )
-    line(f"tried       {counts['tried']:,}, rejected {_rejected(summary.rejected)}")
+    folded(f"size        {bytes_text(summary.size_bytes)}, {code}", hang=12)
+    folded(f"planned     {planned}", hang=12)
+    folded(f"tried       {counts['tried']:,}, rejected {_rejected(summary.rejected)}", hang=12)
     line()
     fields = [(name, cls, _value(value)) for name, cls, value in summary.fingerprint]
-    _print(table(("field", "class", "value"), fields))
+    _print(layout.table(("field", "class", "value"), fields, width=width()))
     if summary.skipped:
         line()
     for case, reason in summary.skipped:
-        line(f"skipped {case}: {reason}")
-    kernel = ""
+        folded(f"skipped {case}: {reason}")
+    if width() is not None:
+        _choices_in_parts(summary.choices, lambda choice: None)
+        return
+    if summary.choices:
+        line()
     for choice in summary.choices:
-        if choice.kernel.name != kernel:
-            kernel = choice.kernel.name
-            line()
-            line(kernel)
-        line(f"  {choice.key or '(not tuned)'}")
-        line(f"    {_decided(choice)}")
+        line(f"{choice.kernel.name} {layout.key_text(choice.key)}: {layout.decided_text(choice)}")
 
 
-def _decided(choice: Choice) -> str:
-    """``BT=64 num_warps=4: 0.5000 ms; runner-up BT=32 num_warps=8: 0.7500 ms; 2 binaries``."""
-    times = choice.times
-    parts = [f"{choice.winner}: {_ms(times['median_ms'])}" if "median_ms" in times else f"{choice.winner}"]
-    if "runner_up" in times:
-        tied = ", tied" if not times.get("told_apart", True) else ""
-        parts.append(f"runner-up {times['runner_up']}: {_ms(times['runner_up_ms'])}{tied}")
-    if times.get("repeatable") is False:
-        parts.append("not the same bits twice")
-    parts.append(counted(len(choice.entries), "binary"))
-    return "; ".join(parts)
+def _choices_in_parts(choices: Iterable[Choice], more: Callable[[Choice], None]) -> None:
+    """Choices on a terminal, by kernel, with what its keys have in common said once.
+
+    Args:
+        choices: those of one kernel together.
+        more: says what else there is about each.
+    """
+    for kernel, shared, members in layout.by_kernel(choices):
+        line()
+        folded(kernel)
+        _labelled("  all keys", layout.field_lines(shared))
+        for choice in members:
+            _labelled("  key", layout.own_lines(choice.key, shared))
+            for label, text in layout.decided(choice):
+                _labelled(f"    {label}", (text,))
+            more(choice)
 
 
-def _ms(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f} ms"
+def _labelled(label: str, texts: Iterable[str]) -> None:
+    """Lines beside a label, which stands at the first of them."""
+    for text in texts:
+        folded(f"{label:<14} {text}", hang=15)
+        label = ""
 
 
 def _value(value: Any) -> str:
@@ -416,13 +455,14 @@ def coverage(found: Covered, *, as_json: bool) -> None:
     if as_json:
         data(found.to_json())
         return
-    line(f"digest   {found.held.digest}")
-    line(f"needed   {found.coverage.num_needed:,} launches of {counted(len(found.plan.cases), 'case')}")
+    launches, cases = counted(found.coverage.num_needed, "launch"), counted(len(found.plan.cases), "case")
+    folded(f"digest   {found.held.digest}", hang=9)
+    line(f"needed   {launches} of {cases}")
     line(f"missing  {len(found.coverage.missing):,}")
     line(f"unused   {len(found.coverage.unused):,}")
     held = found.held.inventory().by_id
     for id_ in found.coverage.unused:
-        line(f"unused   {held[id_].kernel.name} {held[id_].key or '(not tuned)'}")
+        folded(f"unused   {held[id_].kernel.name} {layout.key_text(held[id_].key)}", hang=9)
 
 
 def explained(items: Sequence[Explained], *, as_json: bool) -> None:
@@ -430,22 +470,26 @@ def explained(items: Sequence[Explained], *, as_json: bool) -> None:
     if as_json:
         data([item.to_json() for item in items])
         return
+    if width() is not None:
+        by_choice = {item.choice.id: item for item in items}
+        _choices_in_parts([item.choice for item in items], lambda choice: _reasons_in_parts(by_choice[choice.id]))
+        return
     for item in items:
         choice = item.choice
-        line(f"{choice.kernel.name} {choice.key or '(not tuned)'}")
-        line(f"  winner   {_decided(choice)}")
-        for case in item.cases:
-            line(f"  case     {case}")
-        for variant in item.variants:
-            line(f"  binary   {variant}")
-        for candidate in item.tried:
-            said = candidate.outcome if candidate.median_ms is None else _ms(candidate.median_ms)
-            error = f", deviation {candidate.error:.1e}" if candidate.error is not None else ""
-            remark = f" ({candidate.note})" if candidate.note else ""
-            line(f"  tried    {candidate.config}: {said}{error}{remark}")
+        line(f"{choice.kernel.name} {layout.key_text(choice.key)}")
+        line(f"  winner   {layout.decided_text(choice)}")
+        for label, text in layout.why(item):
+            line(f"  {label:<8} {text}")
         if item.nearest is not None:
             key, differences = item.nearest
             line(f"  nearest  {key}; differs in {', '.join(differences)}")
+
+
+def _reasons_in_parts(item: Explained) -> None:
+    for label, text in layout.why(item):
+        _labelled(f"    {label}", (text,))
+    if item.nearest is not None:  # its other fields are this key's
+        _labelled("    nearest", (f"differs in {text}" for text in item.nearest[1]))
 
 
 def diff(found: Diff, *, as_json: bool) -> None:
@@ -453,4 +497,5 @@ def diff(found: Diff, *, as_json: bool) -> None:
     if as_json:
         data(found.to_json())
         return
-    _print(str(found).splitlines())
+    for text in str(found).splitlines():
+        folded(text)

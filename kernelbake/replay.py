@@ -90,6 +90,6 @@ def _loaded(path: Path, digest: str, devices: list[int]) -> int:
     """Freezes this process onto the bundle for a moment, which checks and loads all of it; how much was loaded."""
     held = bundle.read(path)
     if held.digest != digest:
-        raise InputError(f"bundle {path}: it has changed since it was read; wanted digest `{digest}`")
+        raise InputError(f"bundle `{path}`: it has changed since it was read; wanted digest `{digest}`")
     with freeze.freeze(held, devices or None) as frozen:
         return frozen.counters.loads

@@ -93,7 +93,7 @@ class ViolationsError(BundleError):
     def __init__(self, where: Path | str, violations: tuple[Violation, ...], *, hint: str | None = None) -> None:
         number = "one violation" if len(violations) == 1 else f"{len(violations)} violations"
         super().__init__(
-            f"bundle {where}: {number} of bundle format {FORMAT}; wanted none",
+            f"bundle `{where}`: {number} of bundle format {FORMAT}; wanted none",
             reasons=[str(violation) for violation in violations],
             hint=hint,
         )

@@ -107,7 +107,7 @@ def run(
             report(done, total, case.id)
             log.case = case
             ledger.begin(lambda: str(getattr(session, "part", "step")))
-            with explained(f"case {case.id}"):
+            with explained(f"case `{case.id}`"):
                 session.step(case)
             footprints.append(ledger.end(case))
     report(total, total, "merging launches")
@@ -174,7 +174,7 @@ class LaunchLog:
                     reasons.append(f"argument `{name}` of shape {tuple(tensor.shape)} spans {elements} elements")
         if reasons:
             raise PlanError(
-                f"kernel {triton_api.kernel_of(launchable).name}: an argument spans more elements than 32 bits can "
+                f"kernel `{triton_api.kernel_of(launchable).name}`: an argument spans more elements than 32 bits can "
                 f"count; wanted at most {self._limits.max_elements}",
                 hint="give the workload a smaller batch or length",
                 reasons=reasons,
@@ -201,7 +201,8 @@ class LaunchLog:
         except LookupError as error:
             raise PlanError(str(error), hint="a kernel must be found by its name at the top of its module") from error
         if triton_api.innermost(found) is not triton_api.innermost(launchable):
-            raise PlanError(f"kernel {kernel.name}: the launched object is not the one of that name; wanted one object")
+            message = f"kernel `{kernel.name}`: the launched object is not the one of that name; wanted one object"
+            raise PlanError(message)
 
     def launches(self) -> tuple[Launch, ...]:
         """All launches recorded, merged."""

@@ -163,22 +163,22 @@ def _private_key(path: Path, passphrase: Callable[[], bytes] | None) -> Any:
     library = _library()
     text = _key_text(path, "key")
     if "PRIVATE KEY-----" not in text:
-        raise InputError(f"key {path}: no private key; wanted an Ed25519 key as `ssh-keygen -t ed25519` makes it")
+        raise InputError(f"key `{path}`: no private key; wanted an Ed25519 key as `ssh-keygen -t ed25519` makes it")
     key = None
     with_passphrase = _is_encrypted(text)
     if with_passphrase and passphrase is None:
         hint = f"sign with `ssh-keygen -Y sign -n {NAMESPACE} -f KEY BUNDLE`, which asks for it or uses your agent"
-        raise InputError(f"key {path}: it has a passphrase; wanted a key without one here", hint=hint)
+        raise InputError(f"key `{path}`: it has a passphrase; wanted a key without one here", hint=hint)
     try:
         secret = passphrase() if with_passphrase and passphrase is not None else None
         key = library.load_private(text.encode(), password=secret)
     except library.UnsupportedAlgorithm:
-        raise InputError(f"key {path}: its kind or cipher is not supported; wanted an Ed25519 key") from None
+        raise InputError(f"key `{path}`: its kind or cipher is not supported; wanted an Ed25519 key") from None
     except (ValueError, TypeError):
         found = "it does not open with that passphrase" if with_passphrase else "it is damaged"
-        raise InputError(f"key {path}: {found}; wanted an Ed25519 key in OpenSSH's form") from None
+        raise InputError(f"key `{path}`: {found}; wanted an Ed25519 key in OpenSSH's form") from None
     if not isinstance(key, library.Private):
-        raise InputError(f"key {path}: another kind of key; wanted an Ed25519 key")
+        raise InputError(f"key `{path}`: another kind of key; wanted an Ed25519 key")
     _refuse_readable(path)
     return key
 
@@ -189,7 +189,7 @@ def _refuse_readable(path: Path) -> None:
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o077:
         mode = f"{stat.S_IMODE(found.st_mode):04o}"
         raise InputError(
-            f"key {path}: others may use it (mode {mode}); wanted a key that its owner alone may read",
+            f"key `{path}`: others may use it (mode {mode}); wanted a key that its owner alone may read",
             hint=f"chmod 600 {path}",
         )
 
@@ -214,19 +214,19 @@ def public_keys(path: Path) -> list[PublicKey]:
     keys = []
     text = _key_text(path, "public key")
     if "PRIVATE KEY" in text:
-        raise InputError(f"public key {path}: a private key; wanted the file that ends in `.pub`")
+        raise InputError(f"public key `{path}`: a private key; wanted the file that ends in `.pub`")
     for number, line in enumerate(text.splitlines(), 1):
         kind, body, comment = (*line.split(maxsplit=2), "", "", "")[:3]
         if not kind or kind.startswith("#"):
             continue
         if kind != _KEY_TYPE.decode():
-            raise InputError(f"public key {path} line {number}: `{kind:.30}`; wanted `ssh-ed25519`")
+            raise InputError(f"public key `{path}` line {number}: `{kind:.30}`; wanted `ssh-ed25519`")
         try:
             keys.append(PublicKey(_raw_key(base64.b64decode(body, validate=True)), comment.strip()))
         except ValueError:
-            raise InputError(f"public key {path} line {number}: a damaged key; wanted `ssh-ed25519 AAAA…`") from None
+            raise InputError(f"public key `{path}` line {number}: a damaged key; wanted `ssh-ed25519 AAAA…`") from None
     if not keys:
-        raise InputError(f"public key {path}: no key in it; wanted a line `ssh-ed25519 AAAA…`")
+        raise InputError(f"public key `{path}`: no key in it; wanted a line `ssh-ed25519 AAAA…`")
     return keys
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from kernelbake import digest
 from kernelbake.keys import AutotuneKey, Config, Kernel, Parameter, Specialization, decode, encode
 from kernelbake.plan import Choice, Launch, Plan, Variant
+from kernelbake.words import counted
 
 MAX_TEXT = 1 << 28
 """Longest text, in characters, of all specializations together: a small table could stand for any length."""
@@ -162,7 +163,8 @@ def choice_to_json(choice: Choice, numbers: Mapping[str, int]) -> dict[str, Any]
     unplanned = choice.entries.keys() - numbers.keys()
     if unplanned:
         place = f"{choice.kernel.name} {choice.key or ''}".rstrip()
-        raise LookupError(f"choice {place}: {len(unplanned)} entries for what the plan does not launch; wanted none")
+        number = counted(len(unplanned), "entry")
+        raise LookupError(f"choice {place}: {number} for what the plan does not launch; wanted none")
     entries = sorted([numbers[token], identity] for token, identity in choice.entries.items())
     return {**choice.to_json(), "entries": entries}
 

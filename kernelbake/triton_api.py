@@ -49,6 +49,7 @@ from kernelbake import digest
 from kernelbake.errors import BuildError, UnsupportedError
 from kernelbake.keys import AutotuneKey, Config, Kernel, Parameter, Specialization, Symbol, Value
 from kernelbake.plan import KernelFacts, Launch, sources_of
+from kernelbake.words import counted
 
 SUPPORTED_MIN, SUPPORTED_END = (3, 6), (3, 10)
 
@@ -174,9 +175,9 @@ def find(kernel: Kernel) -> Any:
         for part in kernel.qualname.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise LookupError(f"kernel {kernel.name}: not found ({error})") from error
+        raise LookupError(f"kernel `{kernel.name}`: not found ({error})") from error
     if not isinstance(innermost(found), JITFunction | InterpretedFunction) or kernel_of(found) != kernel:
-        raise LookupError(f"kernel {kernel.name}: the name is bound to something else (`{type(found).__name__}`)")
+        raise LookupError(f"kernel `{kernel.name}`: the name is bound to something else (`{type(found).__name__}`)")
     return found
 
 
@@ -353,7 +354,7 @@ def compile_request(launchable: Any, wanted: Specialization) -> CompileRequest:
     function = compiled_function(launchable)
     names = [parameter.name for parameter in function.params]
     if names != [parameter.name for parameter in wanted.parameters]:
-        raise LookupError(f"kernel {kernel_of(launchable).name}: its parameters changed to {names}")
+        raise LookupError(f"kernel `{kernel_of(launchable).name}`: its parameters changed to {names}")
     backend = make_backend(gpu_target(90))  # parse_attr is the same for every capability
     signature = {parameter.name: parameter.type for parameter in wanted.parameters}
     constants: dict[tuple[int, ...], Any] = {}
@@ -579,8 +580,9 @@ def check_interfaces(found: Mapping[str, tuple[Callable[..., Any], tuple[str, ..
         if parameters != wanted:
             drift.append(f"`{name}` takes ({', '.join(parameters)}); wanted ({', '.join(wanted)})")
     if drift:
+        functions = counted(len(drift), "function differs", "functions differ")
         raise UnsupportedError(
-            f"triton: {len(drift)} functions of `{triton.__version__}` differ from those of 3.6 to 3.9",
+            f"triton: in `{triton.__version__}` {functions} from those of 3.6 to 3.9",
             reasons=drift,
             hint="something replaced them in this process, or this is a changed build of Triton",
         )
@@ -654,9 +656,8 @@ class LoadedKernel(CompiledKernel):
             self.prepare()
         limit = active.utils.get_device_properties(device)["max_shared_mem"]
         if self.metadata.shared > limit:
-            raise UnsupportedError(
-                f"kernel {self.name}: needs {self.metadata.shared} bytes of shared memory; device {device} has {limit}"
-            )
+            shared = f"{self.metadata.shared} bytes of shared memory"
+            raise UnsupportedError(f"kernel `{self.name}`: needs {shared}; device {device} has {limit}")
         runtime = triton.knobs.runtime
         if runtime.kernel_load_start_hook is not None:
             runtime.kernel_load_start_hook(None, None, self.name, self.metadata_group, self.hash)
@@ -666,7 +667,7 @@ class LoadedKernel(CompiledKernel):
         threads = self.metadata.num_warps * self.metadata.target.warp_size
         if threads > self.n_max_threads:
             limit = self.n_max_threads
-            raise UnsupportedError(f"kernel {self.name}: needs {threads} threads; device {device} allows {limit}")
+            raise UnsupportedError(f"kernel `{self.name}`: needs {threads} threads; device {device} allows {limit}")
         self.function, self._module_pid, self.module = function, os.getpid(), module
         if runtime.kernel_load_end_hook is not None:
             runtime.kernel_load_end_hook(module, function, self.name, self.metadata_group, self.hash)

@@ -36,6 +36,7 @@ from kernelbake.members import (
     limit_of,
 )
 from kernelbake.rules import FORMAT, Findings, Rule
+from kernelbake.words import counted
 
 _READ_BYTES = MIB // 2
 """So little that it is still in the processor's cache when it is hashed."""
@@ -76,7 +77,7 @@ def opened(path: Path, findings: Findings) -> Iterator[Source]:
         if getattr(error, "errno", None) != errno.ENXIO:  # a socket
             reason = getattr(error, "strerror", None) or error
             raise InputError(
-                f"bundle {path}: it cannot be opened ({reason}); wanted a readable file",
+                f"bundle `{path}`: it cannot be opened ({reason}); wanted a readable file",
                 hint="give the path of a bundle; `kernelbake build` makes one",
             ) from error
         findings.add(Rule.REGULAR_FILE, "file", "a socket; wanted a regular file")
@@ -88,7 +89,7 @@ def opened(path: Path, findings: Findings) -> Iterator[Source]:
         findings.raise_if_any(path)
         yield source
     except OSError as error:
-        raise InputError(f"bundle {path}: it cannot be read ({error.strerror}); wanted a readable file") from error
+        raise InputError(f"bundle `{path}`: it cannot be read ({error.strerror}); wanted a readable file") from error
     finally:
         os.close(descriptor)
 
@@ -110,7 +111,7 @@ def _check_file(source: Source, mode: int, findings: Findings) -> None:
         findings.add(Rule.LENGTH, "file", f"{magic}; wanted an uncompressed tar")
     elif source.size % BLOCK or not 6 * BLOCK <= source.size <= MAX_BYTES:
         wanted = f"wanted whole blocks of {BLOCK}, at least 6 of them and at most {MAX_BYTES} bytes"
-        findings.add(Rule.LENGTH, "file", f"{source.size} bytes; {wanted}")
+        findings.add(Rule.LENGTH, "file", f"{counted(source.size, 'byte')}; {wanted}")
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def inspect(path: Path) -> Sound:
             clean = _load(source, data, spans, header["time"], findings)
         else:
             clean = False
-            message = f"{source.size} bytes; wanted {expected}, as the index says"
+            message = f"{counted(source.size, 'byte')}; wanted {expected:,}, as the index says"
             findings.add(Rule.TRAILER, "file", message)
         if not clean:
             describe(source, spans, header["time"], findings)
@@ -167,12 +168,13 @@ def _document(source: Source, offset: int, name: str, findings: Findings, path: 
     if len(block) < BLOCK or not found.intact or found.size is None:
         findings.add(Rule.HEADER_BYTES, f"`{name}`", f"a damaged header at {place}; wanted the canonical one")
     elif found.size > MAX_MEMBER_BYTES[name]:
-        message = f"{found.size} bytes; wanted at most {MAX_MEMBER_BYTES[name]}"
+        message = f"{counted(found.size, 'byte')}; wanted at most {MAX_MEMBER_BYTES[name]:,}"
         findings.add(Rule.BOUNDS, f"`{name}`", message)
     findings.raise_if_any(path)
     content = source.at(offset + BLOCK, found.size or 0)
     if len(content) < (found.size or 0):
-        findings.add(Rule.TRAILER, f"`{name}`", f"the file ends inside it, after {source.size} bytes; wanted all of it")
+        message = f"the file ends inside it, after {counted(source.size, 'byte')}; wanted all of it"
+        findings.add(Rule.TRAILER, f"`{name}`", message)
         findings.raise_if_any(path)
     return block, content
 
@@ -235,14 +237,14 @@ def _index(source: Source, offset: int, header: Mapping[str, Any], findings: Fin
 def _check_members(members: Mapping[str, tuple[int, str]], findings: Findings) -> None:
     """MUST 3 and 5 for the names and sizes that the index lists, and MUST 18 for those it has to list."""
     if len(members) > MAX_MEMBERS:
-        findings.add(Rule.BOUNDS, f"`{INDEX}`", f"{len(members)} members; wanted at most {MAX_MEMBERS}")
+        findings.add(Rule.BOUNDS, f"`{INDEX}`", f"{counted(len(members), 'member')}; wanted at most {MAX_MEMBERS}")
         return
     for name, (size, _) in members.items():
         limit = limit_of(name)
         if limit is None or name in (HEADER, INDEX):
             findings.add(Rule.MEMBER_NAME, f"`{INDEX}`", f"the name `{name:.100}`; wanted one that the format knows")
         elif size > limit:
-            findings.add(Rule.BOUNDS, f"`{name}`", f"{size} bytes; wanted at most {limit}")
+            findings.add(Rule.BOUNDS, f"`{name}`", f"{counted(size, 'byte')}; wanted at most {limit:,}")
     for name in DOCUMENTS:
         if name not in members:
             findings.add(Rule.LISTED, f"`{INDEX}`", f"no member `{name}`; wanted one")

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from kernelbake.errors import InputError
 from kernelbake.keys import Case
+from kernelbake.words import counted
 
 GROUP = "kernelbake.workloads"
 
@@ -38,9 +39,8 @@ class FaultsError(InputError):
     """All the faults of a section at once; the manifest adds lines and shows them."""
 
     def __init__(self, faults: list[Fault]) -> None:
-        super().__init__(
-            f"workload: {len(faults)} faults", reasons=[f"{fault.path}: {fault.message}" for fault in faults]
-        )
+        reasons = [f"{fault.path}: {fault.message}" for fault in faults]
+        super().__init__(f"workload: {counted(len(faults), 'fault')}", reasons=reasons)
         self.faults = tuple(faults)
 
 

@@ -152,7 +152,7 @@ def test_a_misaligned_argument_is_outside_the_plan(plan: Plan, compiled: tuple[d
     with intercepted(conductor), pytest.raises(BuildError, match="what the plan does not hold") as caught:
         _launch(x, torch.zeros(N))
     [reason] = caught.value.reasons
-    assert "specialization with x: `x:*fp32`; `x:*fp32%D`" in reason
+    assert "specialization with x: made `x:*fp32`; planned `x:*fp32%D`" in reason
 
 
 def test_metadata_holds_no_path(compiled: tuple[dict[str, Any], Path]) -> None:

@@ -362,11 +362,11 @@ def test_a_missing_key_names_kernel_key_nearest_and_case(
         assert frozen.counters.misses == 1
         assert frozen.counters.hits == 0
     assert error.message == (
-        "kernel frozenkernels.tuned: no choice for autotune key `n=8192 [x:float32,y:float32]`; "
+        "kernel `frozenkernels.tuned`: no choice for autotune key `n=8192 [x:float32,y:float32]`; "
         "wanted a key that was planned"
     )
     assert len(error.reasons) == 1
-    assert "n: `8192`" in error.reasons[0]
+    assert "n: here `8192`; bundle: `" in error.reasons[0]
     assert "in case `size=" in str(error.hint)
 
 
@@ -374,8 +374,8 @@ def test_a_missing_specialization_names_the_field(gpu: fakegpu.FakeDriver, monke
     with lab.frozen(lab.bake([call(kernels.tuned, X, Y, 2.0, 64)]), monkeypatch) as frozen:
         error = refused(lambda: kernels.tuned[(1,)](X[1:], Y, 2.0, 64))
         assert frozen.counters.misses == 1
-    assert error.message.startswith("kernel frozenkernels.tuned: no code for `x:*fp32 y:*fp32%D")
-    assert error.reasons == ("differs from the nearest in x: `x:*fp32`; `x:*fp32%D`",)
+    assert error.message.startswith("kernel `frozenkernels.tuned`: no code for `x:*fp32 y:*fp32%D")
+    assert error.reasons == ("differs from the nearest in x: here `x:*fp32`; bundle: `x:*fp32%D`",)
     assert "in case `size=64`" in str(error.hint)
 
 
@@ -402,7 +402,7 @@ def test_an_object_made_after_the_freeze_is_refused(gpu: fakegpu.FakeDriver, mon
     with lab.frozen(lab.bake([call(kernels.plain, X, Y, 64, BLOCK=64)]), monkeypatch):
         again = triton.jit(kernels.plain.fn)
         error = refused(lambda: again[(1,)](X, Y, 64, BLOCK=64))
-    assert error.message.startswith("kernel frozenkernels.plain: the object was defined again after the freeze")
+    assert error.message.startswith("kernel `frozenkernels.plain`: the object was defined again after the freeze")
 
 
 def test_a_newer_device_function_of_the_same_name_is_not_taken_for_the_old_one(

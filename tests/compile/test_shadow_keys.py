@@ -139,7 +139,7 @@ def test_a_warm_up_of_32_tokens_lacks_the_norm_of_8192(operations: Plan) -> None
     }
     for item in found.missing:
         assert "NB=2" in item.wanted
-        assert item.nearest == ("NB: `2`; `1`",)
+        assert item.nearest == ("NB: needed `2`; bundle: `1`",)
         assert all("length=8192" in case for case in item.cases)
 
 
@@ -159,7 +159,10 @@ def test_a_state_that_was_not_baked_is_told_by_its_dtype(operations: Plan) -> No
     assert {item.kind for item in missing} == {"key"}
     assert {item.where.rpartition(".")[2] for item in missing} == {"chunk_gated_delta_rule_fwd_kernel_h_blockdim64"}
     for item in missing:
-        assert item.nearest == ("dtype of h0: `torch.float32`; `absent`", "dtype of ht: `torch.float32`; `absent`")
+        assert item.nearest == (
+            "dtype of h0: needed `torch.float32`; bundle: `absent`",
+            "dtype of ht: needed `torch.float32`; bundle: `absent`",
+        )
 
 
 def test_three_lengths_cover_every_length_of_a_convolution() -> None:

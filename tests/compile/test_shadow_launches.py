@@ -224,13 +224,13 @@ def test_every_check_was_asked_about(checks: Any) -> None:
 @pytest.mark.parametrize(
     ("scenario", "wanted"),
     [
-        ("numpy_number", "kernel shadowkernels.plain: `np.int64(32)` of type `int64` cannot stand in a key"),
+        ("numpy_number", "kernel `shadowkernels.plain`: `np.int64(32)` of type `int64` cannot stand in a key"),
         ("numpy_number", "argument `BLOCK` is a `numpy.int64`"),
         ("torch_dtype", "argument `DTYPE` is a `torch.dtype`"),
         ("descriptor", "argument `x` is a `TensorDescriptor`; wanted a tensor"),
-        ("assertions", "kernel shadowkernels.plain: `debug` is on, for which Triton makes code with assertions"),
-        ("local_kernel", "kernel shadowworkload.local_kernel.<locals>.inner: not found"),
-        ("replaced_kernel", "kernel shadowkernels.plain: the launched object is not the one of that name"),
+        ("assertions", "kernel `shadowkernels.plain`: `debug` is on, for which Triton makes code with assertions"),
+        ("local_kernel", "kernel `shadowworkload.local_kernel.<locals>.inner`: not found"),
+        ("replaced_kernel", "kernel `shadowkernels.plain`: the launched object is not the one of that name"),
         ("compiled_by_torch", "hint: `torch.compile` makes kernels of its own, which no plan can hold"),
         ("reads_a_loss", "needs the content of a tensor of shape () and dtype `torch.float32`"),
         ("reads_a_loss", "shadowworkload.py:"),

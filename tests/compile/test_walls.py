@@ -195,7 +195,7 @@ def test_a_forked_child_is_refused_by_name_and_the_parent_goes_on(frozen: freeze
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 1000).decode() == (
-        "kernel frozenkernels.tuned: launched in a forked child of the frozen process; wanted a process of its own"
+        "kernel `frozenkernels.tuned`: launched in a forked child of the frozen process; wanted a process of its own"
     )
     kernels.tuned[(1,)](X, Y, 2.0, 64)
     assert frozen.counters.hits == 1
@@ -204,9 +204,9 @@ def test_a_forked_child_is_refused_by_name_and_the_parent_goes_on(frozen: freeze
 def test_nothing_changes_if_the_freeze_fails(gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = lab.bake([TUNED])
     monkeypatch.setattr(gpu.utils, "load_binary", lambda *args: (_ for _ in ()).throw(RuntimeError("invalid image")))
-    with pytest.raises(Exception, match="1 of 1 kernels do not load") as caught, lab.frozen(bundle, monkeypatch):
+    with pytest.raises(Exception, match="1 binary of 1 does not load") as caught, lab.frozen(bundle, monkeypatch):
         pass
-    assert caught.value.reasons == ("kernel frozenkernels.tuned on device 0: invalid image",)
+    assert caught.value.reasons == ("kernel `frozenkernels.tuned` on device 0: invalid image",)
     assert freeze.current() is None
     assert "run" not in vars(kernels.tuned)
     assert Autotuner.run.__module__ == "triton.runtime.autotuner"
@@ -215,7 +215,7 @@ def test_nothing_changes_if_the_freeze_fails(gpu: fakegpu.FakeDriver, monkeypatc
 def test_code_that_the_device_cannot_take_is_named(gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = fakegpu.metadata
     monkeypatch.setattr(fakegpu, "metadata", lambda name, **more: stock(name, **{**more, "shared": 300_000}))
-    with pytest.raises(Exception, match="1 of 1 kernels") as caught, lab.frozen(lab.bake([TUNED]), monkeypatch):
+    with pytest.raises(Exception, match="1 binary of 1 ") as caught, lab.frozen(lab.bake([TUNED]), monkeypatch):
         pass
     assert "needs 300000 bytes of shared memory; device 0 has 232448" in caught.value.reasons[0]
 
@@ -271,7 +271,7 @@ def test_a_second_model_is_refused_when_it_is_asked_for_and_when_it_launches(
             with pytest.raises(FrozenMissError) as caught:
                 kernels.tuned[(1,)](x, y, 2.0, 64)
     assert caught.value.message == (
-        "kernel frozenkernels.tuned: device 1 has no kernels (gpu.capability: here `89`; bundle: `90a`); "
+        "kernel `frozenkernels.tuned`: device 1 has no kernels (gpu.capability: here `89`; bundle: `90a`); "
         "wanted one of 0"
     )
 
@@ -289,7 +289,7 @@ def test_a_kernel_that_changed_is_named(
     bundle.plan = dataclasses.replace(bundle.plan, kernels=changed)
     error = _misfit(bundle, monkeypatch)
     assert len(error.reasons) == 1
-    assert error.reasons[0].startswith(f"kernel {name}: {field.replace('_', ' ')}: here `")
+    assert error.reasons[0].startswith(f"kernel `{name}`: {field.replace('_', ' ')}: here `")
 
 
 def test_a_kernel_that_asks_for_assertions_is_named(gpu: fakegpu.FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_a_kernel_that_asks_for_assertions_is_named(gpu: fakegpu.FakeDriver, mon
     bundle = lab.bake([call(kernels.plain, X, Y, 64, BLOCK=64)])
     monkeypatch.setattr(kernels.plain, "debug", True)
     assert _misfit(bundle, monkeypatch).reasons == (
-        "kernel frozenkernels.plain: `debug` is on, for which the bundle has no code; wanted it off",
+        "kernel `frozenkernels.plain`: `debug` is on, for which the bundle has no code; wanted it off",
     )
 
 
@@ -307,7 +307,7 @@ def test_kernels_that_are_gone_are_all_named(gpu: fakegpu.FakeDriver, monkeypatc
     monkeypatch.setattr(kernels, "plain", 3)
     error = _misfit(bundle, monkeypatch)
     assert [reason.split(":")[0] for reason in error.reasons] == [
-        "kernel frozenkernels.plain", "kernel frozenkernels.tuned",
+        "kernel `frozenkernels.plain`", "kernel `frozenkernels.tuned`",
     ]  # fmt: skip
 
 
@@ -360,11 +360,11 @@ def test_a_changed_function_that_a_launch_gets_as_a_value_is_named(
     for module in (called_by_given, given):
         importlib.reload(module)
     [reason] = _misfit(bundle, monkeypatch).reasons
-    assert reason.startswith("kernel given.outer: source digest: here `")
+    assert reason.startswith("kernel `given.outer`: source digest: here `")
     kept = {name: facts for name, facts in bundle.plan.kernels.items() if name != "given.outer"}
     bundle.plan = dataclasses.replace(bundle.plan, kernels=kept)
     [reason] = _misfit(bundle, monkeypatch).reasons
-    assert reason.startswith("kernel given.outer: a device function that launches get as a value")
+    assert reason.startswith("kernel `given.outer`: a device function that launches get as a value")
     for name in ("given", "called_by_given"):
         del sys.modules[name]
 

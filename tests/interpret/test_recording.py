@@ -99,7 +99,7 @@ def test_a_launch_outside_the_plan_is_named(plan: Plan) -> None:
         found = difference()
     assert not found.unmet
     assert found.unplanned == (
-        "frozenkernels.plain (not tuned): not planned with x: `x:*fp32`; `x:*fp32%D`",
+        "frozenkernels.plain (not tuned): not planned with x: made `x:*fp32`; planned `x:*fp32%D`",
         "frozenkernels.tuned n=64 [x:float32,y:float32]: not planned",
     )
 
@@ -142,7 +142,7 @@ def test_cases_are_told_apart() -> None:
 
 @pytest.mark.usefixtures("stock")
 def test_a_call_that_no_plan_can_hold_is_refused_where_it_is_made(plan: Plan) -> None:
-    with recording(plan), pytest.raises(PlanError, match="kernel frozenkernels.plain"):
+    with recording(plan), pytest.raises(PlanError, match="kernel `frozenkernels.plain`"):
         kernels.plain[(1,)](*tensors(), SIZE, BLOCK=object())
 
 

@@ -79,7 +79,7 @@ def _(forged: Forged) -> bytes:
     return bytes(64 * 512)
 
 
-@special("a sparse file of 3 GiB", Rule.LENGTH, place="3221225472 bytes")
+@special("a sparse file of 3 GiB", Rule.LENGTH, place="3,221,225,472 bytes")
 def _(path: Path) -> None:
     with path.open("wb") as file:
         file.write(sound_bytes()[:4096])
@@ -93,14 +93,14 @@ def _(path: Path) -> None:
         file.truncate(1 << 30)
 
 
-@attack("10 GB claimed by the header", Rule.BOUNDS, place="10000000000 bytes")
+@attack("10 GB claimed by the header", Rule.BOUNDS, place="10,000,000,000 bytes")
 def _(forged: Forged) -> bytes:
     data = forged.data()
     base_256 = b"\x80" + (10_000_000_000).to_bytes(11, "big")
     return forge.patched(data[:512], 124, base_256) + data[512:]
 
 
-@attack("10 GB claimed for the index", Rule.BOUNDS, place="8589934591 bytes")
+@attack("10 GB claimed for the index", Rule.BOUNDS, place="8,589,934,591 bytes")
 def _(forged: Forged) -> bytes:
     head, index, *rest = forged.members()
     start = forge.pack([head], trailer=b"")
@@ -120,7 +120,7 @@ def _(forged: Forged) -> bytes:
     return forged.data(index=b'{"about":"sha256:' + b"0" * 64 + b'","members":{' + b",".join(rows) + b"}}")
 
 
-@attack("more members than are allowed", Rule.BOUNDS, place="70010 members")
+@attack("more members than are allowed", Rule.BOUNDS, place="70,010 members")
 def _(forged: Forged) -> bytes:
     index = forged.index()
     extra = 70_010 - len(index["members"])

@@ -84,7 +84,7 @@ def test_a_busy_gpu_is_refused_by_its_processes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_processes_that_a_container_hides_show_by_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BuildError, match="6442450944 bytes of its memory are in use"):
+    with pytest.raises(BuildError, match="6,442,450,944 bytes of its memory are in use"):
         gpu.check_free(_monitor(monkeypatch, [], used=6 << 30))
 
 
@@ -144,5 +144,5 @@ def test_one_worker_for_each_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with gpu.reserved(UUID):
         with gpu.reserved("GPU-1111"):
             pass
-        with pytest.raises(LockedError, match="GPU GPU-0000: another process holds its lock"), gpu.reserved(UUID):
+        with pytest.raises(LockedError, match="GPU `GPU-0000`: another process holds its lock"), gpu.reserved(UUID):
             pytest.fail("two hold it")

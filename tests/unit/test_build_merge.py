@@ -147,11 +147,11 @@ def _other_source(content: Contents) -> Contents:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_other_field("triton.version", "3.8.0"), "triton.version: `3.7.1`; `3.8.0`"),
-        (_other_field("build.ptxas", "13.1"), "build.ptxas: `None`; `13.1`"),
-        (_other_field("triton.environment", {"FLA_X": "1"}), "triton.environment: `{}`; `{'FLA_X': '1'}`"),
-        (_other_policy, "measure.rounds: `2`; `9`"),
-        (_other_source, "kernel scripted_kernels.shared: its source or its configs differ"),
+        (_other_field("triton.version", "3.8.0"), "triton.version: first `3.7.1`; second `3.8.0`"),
+        (_other_field("build.ptxas", "13.1"), "build.ptxas: first `None`; second `13.1`"),
+        (_other_field("triton.environment", {"FLA_X": "1"}), "triton.environment: first `{}`; second `{'FLA_X': '1'}`"),
+        (_other_policy, "measure.rounds: first `2`; second `9`"),
+        (_other_source, "kernel `scripted_kernels.shared`: its source or its configs differ"),
     ],
 )
 def test_something_else_is_refused(

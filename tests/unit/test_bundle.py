@@ -143,7 +143,7 @@ def test_an_entry_for_what_is_not_planned_is_not_written(tmp_path):
     first = contents.choices[0]
     entries = {**first.entries, samples.specialization(1024, 4, True).token: next(iter(contents.entries))}
     choices = (dataclasses.replace(first, entries=entries), *contents.choices[1:])
-    with pytest.raises(BuildError, match="1 entries for what the plan does not launch"):
+    with pytest.raises(BuildError, match="1 entry for what the plan does not launch"):
         bundle.write(tmp_path / "bundle.tar", samples.changed(contents, choices=choices))
     assert os.listdir(tmp_path) == []
 

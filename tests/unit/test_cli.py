@@ -111,7 +111,7 @@ def test_a_refusal_goes_to_stderr_and_what_was_proved_to_stdout(held: Path, caps
     assert code == errors.ExitCode.MISFIT
     assert [line.split()[0] for line in out.splitlines()] == ["digest", "integrity", "fit", "coverage"]
     assert err.splitlines() == [
-        "error: bundle sample: 1 difference from what it was made for; wanted none",
+        "error: bundle `sample`: 1 difference from what it was made for; wanted none",
         "  gpu.capability: here `120a`; bundle: `90a`",
         "hint: build a bundle for this GPU and these versions",
     ]
@@ -188,7 +188,7 @@ def test_a_file_name_that_is_no_text_and_a_narrow_encoding_are_shown_escaped(hel
         (["build"], "error: kernelbake build: Missing option '--manifest' / '-m'"),
         (["build", "-m", "sm90.yaml", "-j", "0"], "error: kernelbake build: Invalid value for '--jobs' / '-j'"),
         (["plan", "-m", "nowhere.yaml"], "error: manifest: `nowhere.yaml` is neither a file nor a name"),
-        (["verify", "nowhere.tar"], "error: bundle nowhere.tar: it cannot be opened"),
+        (["verify", "nowhere.tar"], "error: bundle `nowhere.tar`: it cannot be opened"),
         (["verify", "{}", "--device", "X"], "error: verify: `--device` without `--for`; wanted both"),
         (["verify", "{}", "--for", "gfx942"], "error: --for: `gfx942` is no gpu target; wanted `sm_120`"),
         (["verify", "{}", "--manifest", "a", "--config", "b"], "error: verify: `--manifest` and `--config` both given"),
@@ -402,7 +402,7 @@ def test_plan_warns_of_very_many_binaries(monkeypatch: pytest.MonkeyPatch, capsy
     code, _, err = call(capsys, "plan", "-m", "cpu.yaml")
     assert code == 0
     assert err.splitlines() == [
-        f"warning: kernel sample.module{n}.kernel{n}: 4 binaries to hold; more than 3 are rarely intended"
+        f"warning: kernel `sample.module{n}.kernel{n}`: 4 binaries to hold; more than 3 are rarely intended"
         for n in (0, 1)
     ]
 

@@ -33,7 +33,7 @@ def test_an_unknown_class_of_arguments_is_unplanned_and_says_where_it_differs() 
         PLAN, launches=(dataclasses.replace(launch, variants=launch.variants[:1]), *PLAN.launches[1:])
     )
     found = compare(plan, PLAN.launches)
-    assert found.unplanned == (f"{launch}: not planned with x: `x:*bf16%D`; `x:*bf16`",)
+    assert found.unplanned == (f"{launch}: not planned with x: made `x:*bf16%D`; planned `x:*bf16`",)
 
 
 def test_what_no_case_that_ran_has_made_is_unmet() -> None:

@@ -70,9 +70,9 @@ def test_a_missed_key_names_the_nearest_and_its_case() -> None:
     error = lookup.missed_key(held({64: "size=64", 4096: "size=4096"}), AutotuneKey((("n", 65),), ()))
     assert (
         error.message
-        == "kernel some.module.kernel: no choice for autotune key `n=65 []`; wanted a key that was planned"
+        == "kernel `some.module.kernel`: no choice for autotune key `n=65 []`; wanted a key that was planned"
     )
-    assert error.reasons == ("differs from the nearest in n: `65`; `64`",)
+    assert error.reasons == ("differs from the nearest in n: here `65`; bundle: `64`",)
     assert error.hint == (
         "add the case that makes this launch to the manifest's axes, and build again; "
         "the nearest planned launch is in case `size=64`"
@@ -83,10 +83,10 @@ def test_a_missed_key_names_the_nearest_and_its_case() -> None:
 def test_a_missed_specialization_names_the_field_and_the_config() -> None:
     error = lookup.missed_specialization(held({64: "size=64"}), spec(""), Config((("BLOCK", 64),), 4))
     assert error.message == (
-        "kernel some.module.kernel: no code for `n:i32 BLOCK=64` (config `BLOCK=64 num_warps=4`); "
+        "kernel `some.module.kernel`: no code for `n:i32 BLOCK=64` (config `BLOCK=64 num_warps=4`); "
         "wanted a specialization of the bundle"
     )
-    assert error.reasons == ("differs from the nearest in n: `n:i32`; `n:i32%D`",)
+    assert error.reasons == ("differs from the nearest in n: here `n:i32`; bundle: `n:i32%D`",)
     assert "case `size=64`" in str(error.hint)
 
 

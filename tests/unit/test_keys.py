@@ -93,7 +93,7 @@ def test_a_specialization_comes_back(parameters: Any, options: Any) -> None:
     assert again == found
     assert again.digest == found.digest
     assert digest.is_digest(found.digest)
-    assert found.differences(again) == ()
+    assert found.differences(again, "mine", "theirs") == ()
 
 
 def test_differences_name_each_parameter_and_the_options() -> None:
@@ -103,10 +103,10 @@ def test_differences_name_each_parameter_and_the_options() -> None:
     other = Specialization(
         (Parameter("x", "*bf16", ""), Parameter("n", "i64", ""), Parameter("B", "constexpr", 64)), (("num_warps", 8),)
     )
-    assert one.differences(other) == (
-        "x: `x:*bf16%D`; `x:*bf16`",
-        "n: `n:i32`; `n:i64`",
-        "options: `{'num_warps': 4}`; `{'num_warps': 8}`",
+    assert one.differences(other, "mine", "theirs") == (
+        "x: mine `x:*bf16%D`; theirs `x:*bf16`",
+        "n: mine `n:i32`; theirs `n:i64`",
+        "options: mine `{'num_warps': 4}`; theirs `{'num_warps': 8}`",
     )
 
 

@@ -100,11 +100,11 @@ def test_launches_are_counted_by_verdict_and_the_differing_refused_by_name() -> 
     ]
     assert [item.verdict for item in found] == [Verdict.CLOSE, Verdict.UNMET, Verdict.UNRECORDED, Verdict.DIFFERS]
     assert summed(found) == (
-        "1 stayed within tolerance (largest error 1.0e-03), 1 differ, 1 were not met, "
-        "1 ran and have nothing recorded to compare with"
+        "1 stayed within tolerance (largest error 1.0e-03), 1 differs, 1 was not met, "
+        "1 ran and has nothing recorded to compare with"
     )
     Replayed(tuple(found[:3]), 1, 4, 0.5).refuse("toy")
-    with pytest.raises(BundleError, match="1 of 4 launches do not write what was recorded") as caught:
+    with pytest.raises(BundleError, match="1 launch of 4 does not write what was recorded") as caught:
         Replayed(tuple(found), 1, 4, 0.5).refuse("toy")
     assert caught.value.exit_code == 3
     [reason] = caught.value.reasons

@@ -155,7 +155,7 @@ def test_a_choice_comes_back() -> None:
 
 
 def test_a_missing_thing_comes_back() -> None:
-    missing = Missing("key", "lib.norm.norm_kernel", "NB=2", ("a", "b"), ("NB: `2`; `1`",))
+    missing = Missing("key", "lib.norm.norm_kernel", "NB=2", ("a", "b"), ("NB: needed `2`; bundle: `1`",))
     assert Missing.from_json(json.loads(json.dumps(missing.to_json()))) == missing
 
 
@@ -174,10 +174,10 @@ def test_the_bundle_of_a_small_plan_lacks_the_keys_of_a_large_one() -> None:
     found = plan.coverage(FULL, holding(small))
     [missing] = found.missing
     assert (missing.kind, missing.where, missing.cases) == ("key", NORM.name, ("bucket=2048",))
-    assert missing.nearest == ("NB: `2`; `1`",)
+    assert missing.nearest == ("NB: needed `2`; bundle: `1`",)
     assert str(missing) == (
         "key lib.norm.norm_kernel: NB=2 [x:bfloat16]; needed by bucket=2048; "
-        "nearest in the bundle differs in NB: `2`; `1`"
+        "nearest in the bundle differs in NB: needed `2`; bundle: `1`"
     )
 
 
@@ -197,7 +197,7 @@ def test_a_specialization_that_the_bundle_lacks_names_the_argument() -> None:
     held = plan_of(FULL.launches[0], launch(NORM, key(NB=1), "D", case="bucket=32"), FULL.launches[2])
     [missing] = plan.coverage(FULL, holding(held)).missing
     assert (missing.kind, missing.cases) == ("specialization", ("bucket=32",))
-    assert missing.nearest == ("n: `n:i32`; `n:i32%D`",)
+    assert missing.nearest == ("n: needed `n:i32`; bundle: `n:i32%D`",)
 
 
 def test_a_missing_specialization_of_a_kernel_that_is_not_tuned_says_so() -> None:
@@ -245,22 +245,24 @@ def test_everything_that_is_missing_is_listed_at_once() -> None:
 def test_the_nearest_key_differs_in_the_fewest_fields() -> None:
     wanted = key(D=128, NB=2, dtype=Symbol("dtype", "bf16"))
     others = [key(D=64, NB=1, dtype=Symbol("dtype", "bf16")), key(D=128, NB=2, dtype=Symbol("dtype", "fp32"))]
-    assert plan.nearest_key(wanted, others) == ("dtype: `bf16`; `fp32`",)
-    assert plan.nearest_key(wanted, []) == ()
+    assert plan.nearest_key(wanted, others, "mine", "theirs") == ("dtype: mine `bf16`; theirs `fp32`",)
+    assert plan.nearest_key(wanted, [], "mine", "theirs") == ()
 
 
 def test_a_difference_in_type_alone_and_in_a_tensors_dtype_shows() -> None:
-    assert plan.nearest_key(key(NB=1), [key(NB=True)]) == ("NB: `1`; `True`",)
+    assert plan.nearest_key(key(NB=1), [key(NB=True)], "mine", "theirs") == ("NB: mine `1`; theirs `True`",)
     other = AutotuneKey((("NB", 1),), (("x", "torch.float32"), ("h0", "torch.float32")))
-    assert plan.nearest_key(key(NB=1), [other]) == (
-        "dtype of x: `torch.bfloat16`; `torch.float32`",
-        "dtype of h0: `absent`; `torch.float32`",
+    assert plan.nearest_key(key(NB=1), [other], "mine", "theirs") == (
+        "dtype of x: mine `torch.bfloat16`; theirs `torch.float32`",
+        "dtype of h0: mine `absent`; theirs `torch.float32`",
     )
 
 
 def test_an_optional_argument_that_is_absent_differs_from_none() -> None:
-    assert plan.nearest_key(key(NB=1), [key(NB=1, state=None)]) == ("state: `absent`; `None`",)
+    assert plan.nearest_key(key(NB=1), [key(NB=1, state=None)], "mine", "theirs") == (
+        "state: mine `absent`; theirs `None`",
+    )
 
 
 def test_tuned_and_not_tuned_differ_altogether() -> None:
-    assert plan.nearest_key(None, [key(NB=1)]) == ("tuned at all",)
+    assert plan.nearest_key(None, [key(NB=1)], "mine", "theirs") == ("tuned at all: mine `False`; theirs `True`",)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import samples
 
-from kernelbake import bundle, inspect, planner, profiles
+from kernelbake import bundle, freeze, inspect, levels, planner, profiles, rebench
 from kernelbake.errors import BundleError, CoverageError, ExitCode, MisfitError
 from kernelbake.keys import Case
 from kernelbake.plan import Plan
@@ -99,12 +99,12 @@ def test_every_gap_is_listed_with_its_case_and_the_nearest_entry(baked: tuple[Pa
         preflight(path)
     error = caught.value
     assert error.exit_code is ExitCode.MISS == 5
-    assert error.message == "preflight: bundle `sample` lacks 2 things that 1 of 3 cases need; wanted all"
+    assert error.message == "preflight: bundle `sample` lacks 2 things that 1 of 3 cases needs; wanted all"
     assert len(error.reasons) == 2
     for name, reason in zip(kernels, error.reasons, strict=True):
         assert reason.startswith(f"key {name}: n=8192 ")
         assert "needed by bucket=8192 batch=1" in reason
-        assert "nearest in the bundle differs in n: `8192`; `" in reason
+        assert "nearest in the bundle differs in n: needed `8192`; bundle: `" in reason
 
 
 def test_a_bundle_without_measurements_says_so_before_anything_is_planned(
@@ -119,6 +119,40 @@ def test_a_bundle_without_measurements_says_so_before_anything_is_planned(
     assert "--from BUNDLE" in str(caught.value)
     with pytest.raises(CoverageError, match="coverage: bundle `sample` holds code for every candidate and no choice"):
         inspect.covered_inside(bundle.read(path)).refuse("coverage")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        preflight,
+        lambda path: inspect.covered_inside(bundle.read(path)).refuse("coverage"),
+        lambda path: inspect.explain(path, "kernel0"),
+        lambda path: inspect.show(path, kernel="kernel0"),
+        lambda path: rebench.rebench(bundle.read(path), 1),
+        freeze.freeze,
+        lambda path: freeze.freeze(bundle.read(path)),
+    ],
+    ids=["preflight", "coverage", "explain", "show", "rebench", "freeze", "freeze-read"],
+)
+def test_a_bundle_without_measurements_is_a_gap_by_every_way_in(tmp_path: Path, use: Callable[[Path], object]) -> None:
+    """Not a misfit: the bundle is for this GPU, and what it lacks is every choice."""
+    path = tmp_path / "compiled.tar"
+    made = samples.contents(made="compiled-only")
+    bundle.write(path, dataclasses.replace(made, choices=(), record=()))
+    with pytest.raises(CoverageError, match="bundle `sample` holds code for every candidate and no choice") as caught:
+        use(path)
+    assert caught.value.exit_code == 5
+    assert caught.value.hint == "measure it on the GPU: `kernelbake build --manifest FILE --from BUNDLE`"
+
+
+@pytest.mark.parametrize("request_", [levels.Request(on_device=True), levels.Request(rebench=1), levels.Request()])
+def test_every_level_of_a_verification_says_so_too(tmp_path: Path, request_: levels.Request) -> None:
+    path = tmp_path / "compiled.tar"
+    bundle.write(path, samples.contents(made="compiled-only"))
+    report = levels.verify(path, dataclasses.replace(request_, gpu_target="h200"))
+    assert {refusal.exit_code for refusal in report.refusals} == {5}
+    names = {"coverage"} | ({"device"} if request_.on_device else set()) | ({"rebench"} if request_.rebench else set())
+    assert {level.name for level in report.levels if level.error is not None} == names
 
 
 def test_another_implementation_is_a_gap(baked: tuple[Path, Plan], planned: list[Any]) -> None:
@@ -140,7 +174,7 @@ def test_another_triton_and_other_sources_do_not_fit(baked: tuple[Path, Plan], p
     with pytest.raises(MisfitError) as caught:
         preflight(path)
     assert caught.value.exit_code is ExitCode.MISFIT == 4
-    assert caught.value.reasons[0] == "triton.version: here `3.9.0`; bundle `3.7.1`"
+    assert caught.value.reasons[0] == "triton.version: here `3.9.0`; bundle: `3.7.1`"
     assert caught.value.reasons[1].startswith(f"source {name}: source `sha256:eeee")
 
 

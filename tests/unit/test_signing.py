@@ -241,7 +241,7 @@ _KINDS = ["an elliptic curve", "PKCS 8", "damaged", "cut", "no key", "a public k
 def test_a_private_key_that_cannot_be_used(path, tmp_path, kind):
     file = tmp_path / "bad"
     file.write_bytes(_other_keys(tmp_path)[kind])
-    with pytest.raises(InputError, match=r"key .*bad: .*; wanted an Ed25519 key") as refusal:
+    with pytest.raises(InputError, match=r"key `.*bad`: .*; wanted an Ed25519 key") as refusal:
         signing.sign(path, file)
     body = file.read_text().split("-----")[2:3]
     assert not any(line and line in str(refusal.value) for line in "".join(body).split())
