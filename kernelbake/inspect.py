@@ -204,7 +204,7 @@ def _unknown_kernel(held: Bundle, text: str, where: str) -> InputError:
     known = sorted({choice.kernel.name for choice in held.choices})
     return InputError(
         f"kernel: no name in the bundle holds `{text}`; wanted part of a kernel's name",
-        hint=f"it holds {', '.join(f'`{name}`' for name in known)}",
+        reasons=[f"it holds `{name}`" for name in known],
     )
 
 
@@ -278,8 +278,8 @@ def explain(path: Path, kernel: str, key: str = "") -> list[Explained]:
         raise _unknown_kernel(held, kernel, "explain")
     wanted = [choice for choice in of_kernel if key in str(choice.key or "")]
     if not wanted:
-        known = ", ".join(f"`{choice.key or '(not tuned)'}`" for choice in of_kernel)
-        raise InputError(f"--key: no key of `{kernel}` holds `{key}`; wanted part of one", hint=f"it has {known}")
+        known = [f"`{choice.kernel.name}` has `{choice.key or '(not tuned)'}`" for choice in of_kernel]
+        raise InputError(f"--key: no key of `{kernel}` holds `{key}`; wanted part of one", reasons=known)
     return [_explained(held, choice) for choice in wanted]
 
 

@@ -412,11 +412,11 @@ def shown(summary: Shown, *, as_json: bool) -> None:
         line()
     for case, reason in summary.skipped:
         folded(f"skipped {case}: {reason}")
+    if summary.choices:
+        line()
     if width() is not None:
         _choices_in_parts(summary.choices, lambda choice: None)
         return
-    if summary.choices:
-        line()
     for choice in summary.choices:
         line(f"{choice.kernel.name} {layout.key_text(choice.key)}: {layout.decided_text(choice)}")
 
@@ -428,8 +428,9 @@ def _choices_in_parts(choices: Iterable[Choice], more: Callable[[Choice], None])
         choices: those of one kernel together.
         more: says what else there is about each.
     """
-    for kernel, shared, members in layout.by_kernel(choices):
-        line()
+    for index, (kernel, shared, members) in enumerate(layout.by_kernel(choices)):
+        if index > 0:
+            line()
         folded(kernel)
         _labelled("  all keys", layout.field_lines(shared))
         for choice in members:

@@ -14,7 +14,8 @@ import samples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernelbake import bundle, layout
+from kernelbake import bundle, inspect, layout
+from kernelbake.errors import InputError
 from kernelbake.keys import AutotuneKey, Config, Kernel
 from kernelbake.plan import Choice
 from kernelbake.words import counted
@@ -186,3 +187,21 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, columns: int, comman
     if name == "show":
         assert len([line for line in piped if line.startswith("sample.module0.kernel0 n=512 ")]) == 1
         assert lines.count("sample.module0.kernel0") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("nothing",), "it holds `sample.module1.kernel1`"),
+        (("kernel1", "nothing"), "`sample.module1.kernel1` has `n=1024 dtype=bf16 [x:bfloat16]`"),
+    ],
+)
+def test_what_could_have_been_asked_for_stands_on_lines_of_its_own(
+    tmp_path: Path, arguments: tuple[str, ...], wanted: str
+) -> None:
+    path = tmp_path / "bundle.tar"
+    bundle.write(path, samples.contents())
+    with pytest.raises(InputError) as caught:
+        inspect.explain(path, *arguments)
+    assert wanted in caught.value.reasons
+    assert len(caught.value.reasons) == 2
