@@ -24,6 +24,7 @@ from typing import Any
 
 from dflash import render
 from dflash.errors import AcceptanceError
+from kernelbake import terminal
 from kernelbake.errors import InputError
 
 STEPS = 50
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--stress", type=Path, metavar="BUNDLE", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.stress is not None:
-        render.line(json.dumps(stress(given.stress)))
+        terminal.line(json.dumps(stress(given.stress)))
         return
     results = Results()
     results.machine = ask()
@@ -102,7 +103,7 @@ def main() -> None:
     finally:
         results.figures["passed"] = "failed" not in results.raw and "stress_wrong" in results.figures
         results.write(path, _commit(given.commit))
-        render.line(str(path))
+        terminal.line(str(path))
     if not results.figures["passed"]:
         raise AcceptanceError(f"accept: not all is as it should be; `{path}` has the figures")
 
@@ -162,7 +163,7 @@ def _check(results: Results) -> None:
 
 def _stage(results: Results, name: str, *arguments: str) -> tuple[float, str]:
     """Runs a command, its progress on the terminal; seconds and what it wrote to stdout."""
-    render.note(f"\n$ {' '.join(arguments)}")
+    terminal.note(f"\n$ {' '.join(arguments)}")
     begin = time.monotonic()
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

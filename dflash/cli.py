@@ -1,4 +1,4 @@
-"""The command line: parse, one library call, print. The only file of dflash that imports click, and that exits."""
+"""The command line: parse, one library call, print. The only file of dflash that exits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,8 +16,8 @@ import click
 import dflash
 from dflash import config, errors, placement, ranks, render
 from dflash.config import RunConfig
-from dflash.errors import ExitCode
-from dflash.stop import Interrupted, Stop, Terminated, terminable
+from dflash.stop import Interrupted, Stop
+from kernelbake import terminal
 from kernelbake.errors import InputError, KernelbakeError
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def train(
     stop = _stop()
     here = ranks.from_environment()
     if not here.leads:
-        render.only_errors()
+        terminal.only_errors()
     run = launch.placed(_load(file, settings, given), here)
     plan = launch.settle(run, stock=stock, output=here.world == 1)  # of several ranks one looks, for all: below
     with contextlib.ExitStack() as stack:
@@ -144,7 +143,7 @@ def train(
         with render.doing("start without a frozen cache" if stock else "freeze"):
             started = stack.enter_context(launch.started(plan, stock=stock))
         for text in started.notes():
-            render.note(text)
+            terminal.note(text)
         recorded = stack.enter_context(launch.recording(found)) if record and found is not None else None
         footprints = here.gather(() if stock or found is None else found.footprints)[0]
         _train(plan, started, stop, footprints, _Asked(here, profile, profile_trace, recorded))
@@ -179,12 +178,12 @@ def _preflight(plan: Plan) -> Preflight:
     with render.planning() as on_progress:
         found = launch.check(plan, on_progress)
     cases = len(found.plan.cases)
-    render.note(
+    terminal.note(
         f"preflight: bundle covers this run: {cases} case{'s' if cases != 1 else ''}, "
         f"{found.coverage.num_needed} launches, {found.seconds:.1f} s"
     )
     for case in found.new_cases:
-        render.note(f"preflight: case {case} is not named by the bundle's manifest and covered all the same")
+        terminal.note(f"preflight: case {case} is not named by the bundle's manifest and covered all the same")
     return found
 
 
@@ -196,7 +195,7 @@ def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint
     with render.doing(f"load target `{plan.spec.target.model}`"):
         made = trainer.build(job)
     for text in (made.description(), *made.notes, *(peak.line() for peak in made.peaks() if peak.predicted_bytes)):
-        render.note(text)
+        terminal.note(text)
     made.sinks = started.sinks
     made.profiler = profiling.Profiler(made.pairs) if asked.profile else None
     made_steps = reports.Made()
@@ -214,15 +213,15 @@ def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint
         raise
     _sum_up(made, started, made_steps, asked, stopped=False)
     if made.validation is not None:
-        render.note(made.validation.line())
+        terminal.note(made.validation.line())
     if asked.ranks.leads:
-        render.line(str(job.output / "drafter"))
+        terminal.line(str(job.output / "drafter"))
 
 
 def _end_at_once(error: KernelbakeError) -> None:
     """Ends a process whose main thread hangs, with the stacks of all threads."""
-    render.error(error)
-    render.stacks()
+    terminal.error(error)
+    terminal.stacks()
     os._exit(error.exit_code)
 
 
@@ -237,7 +236,7 @@ def _sum_up(made: Trainer, started: Started, made_steps: Made, asked: _Asked, *,
 
     peaks = made.peaks()
     for text in (*started.proof.lines(), *(peak.line() for peak in peaks if peak.measured_bytes is not None)):
-        render.note(text)
+        terminal.note(text)
     profile = (
         made.profiler.profile(made_steps.seconds)
         if made.profiler is not None and not stopped and asked.ranks.leads
@@ -247,7 +246,7 @@ def _sum_up(made: Trainer, started: Started, made_steps: Made, asked: _Asked, *,
         render.profile(profile)
     recorded = asked.recorded() if asked.recorded is not None else None
     if recorded is not None:
-        render.note(recorded.line())
+        terminal.note(recorded.line())
     more = {
         "profile": profile.to_json() if profile is not None else None,
         "recorded": dataclasses.asdict(recorded) if recorded is not None else None,
@@ -260,7 +259,7 @@ def _sum_up(made: Trainer, started: Started, made_steps: Made, asked: _Asked, *,
     except errors.TrainingStoppedError as error:
         if not stopped:
             raise
-        render.note(str(error))
+        terminal.note(str(error))
 
 
 @cli.command()
@@ -309,8 +308,8 @@ def evaluate(drafter: Path, devices: str, cpu: bool, **given: Any) -> None:
     with render.evaluating() as show:
         report = evaluation.run(opened, show)
     for text in report.lines():
-        render.note(text)
-    render.data(report.to_json())
+        terminal.note(text)
+    terminal.data(report.to_json())
 
 
 # ---------------------------------------------------------------------------------------------- the process
@@ -343,51 +342,22 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     run(lambda: cli.main(arguments, prog_name="dflash", standalone_mode=False))
 
 
-def run(function: Callable[[], Any]) -> NoReturn:
+def run(function: Callable[[], object]) -> NoReturn:
     """Calls a function and exits with the code of what it raised."""
-    render.open_closed_streams()
-    sys.exit(_code(function))
+    sys.exit(terminal.run(lambda: _interruptible(function), "dflash", refused=_refused))
 
 
-def _code(function: Callable[[], Any]) -> int:
+def _interruptible(function: Callable[[], object]) -> None:
+    check_not_foreign()
     try:
-        with terminable():
-            check_not_foreign()
-            function()
-    except (KeyboardInterrupt, click.Abort):
-        render.note("interrupted")
-        return ExitCode.INTERRUPTED
-    except Terminated:
-        render.note("terminated")
-        return ExitCode.TERMINATED
-    except click.exceptions.Exit as exit_:
-        return exit_.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        render.note(error.format_message())
-        return ExitCode.INPUT
-    except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "dflash"
-        return _refuse(InputError(f"{command}: {error.format_message().rstrip('.')}", hint=f"see {command} --help"))
-    except click.ClickException as error:
-        return _refuse(InputError(f"dflash: {error.format_message().rstrip('.')}"))
-    except KernelbakeError as error:
-        return _ended_by(error)
+        function()
     except Interrupted as signalled:
-        return _ended_by(signalled.error)
-    except Exception:
-        render.fault(traceback.format_exc())
-        return ExitCode.FAULT
-    return ExitCode.DONE
+        raise signalled.error from None
 
 
-def _ended_by(error: KernelbakeError) -> int:
-    code = _refuse(error)
+def _refused(error: KernelbakeError) -> int:
+    code = terminal.refuse(error)
     if isinstance(error, errors.HangError) or ranks.is_one_of_several():
-        render.flush()
+        terminal.flush()
         os._exit(code)  # threads and devices that wait for others would keep this process from ending
     return code
-
-
-def _refuse(error: KernelbakeError) -> int:
-    render.error(error)
-    return error.exit_code

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash import render
+from kernelbake import terminal
 from kernelbake.errors import ExitCode, InputError, KernelbakeError
 
 OUTPUT = Path("demo-out")
@@ -119,19 +120,19 @@ def main() -> None:
     begin = time.monotonic()
     output = fresh(OUTPUT)
     manifest = choose_manifest(output)
-    render.note(f"demo: manifest `{manifest}`, everything goes to `{output}`")
+    terminal.note(f"demo: manifest `{manifest}`, everything goes to `{output}`")
     bundle = output / "bundle.tar"
-    render.note(command("kernelbake", "plan", "--manifest", manifest))
+    terminal.note(command("kernelbake", "plan", "--manifest", manifest))
     command("kernelbake", "build", "--manifest", manifest, "-o", str(bundle))
-    render.note(command("kernelbake", "verify", str(bundle)))
+    terminal.note(command("kernelbake", "verify", str(bundle)))
     run = _train(bundle, output / "run")
     control = _train(bundle, output / "control", "--set", "data.shuffle_labels=true")
     shown = json.loads(command("kernelbake", "show", str(bundle), "--json"))
     outcome = Outcome(shown, run, control, time.monotonic() - begin)
     for text in outcome.lines():
-        render.line(text)
+        terminal.line(text)
     outcome.check()
-    render.note(f"demo: as promised; look into the bundle with `kernelbake show {bundle}`")
+    terminal.note(f"demo: as promised; look into the bundle with `kernelbake show {bundle}`")
 
 
 def _train(bundle: Path, output: Path, *more: str) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def command(*arguments: str) -> str:
     Raises:
         DemoError: it failed; with its exit code.
     """
-    render.note(f"\n$ {' '.join(arguments)}")
+    terminal.note(f"\n$ {' '.join(arguments)}")
     program, *rest = arguments
     done = subprocess.run([sys.executable, "-m", program, *rest], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

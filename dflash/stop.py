@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
 
 from dflash.errors import InterruptedRunError
@@ -56,28 +54,3 @@ class Stop:
         self.number = number
         if not self.armed:
             raise Interrupted(number)
-
-
-class Terminated(BaseException):
-    """SIGTERM came while there was nothing to save."""
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Turns SIGTERM into ``Terminated``, so that child processes and what is open end too; a second one ends at once.
-
-    Only the main thread may handle signals; in another one nothing changes.
-    """
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

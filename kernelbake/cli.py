@@ -1,22 +1,17 @@
-"""The command line: parse, one library call, print. The only file of kernelbake that imports click, and that exits."""
+"""The command line: parse, one library call, print. The only file of kernelbake that exits."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 import kernelbake
-from kernelbake import errors, render
+from kernelbake import render, terminal
 from kernelbake.bounds import Limits
-from kernelbake.errors import ExitCode, InputError, KernelbakeError
 
 if TYPE_CHECKING:
     from kernelbake.manifest import Manifest
@@ -25,10 +20,6 @@ EPILOG = (
     "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 misfit, 5 missing, 6 build, 7 locked, 130 and 143 signals."
 )
 BUNDLE = "bundle.tar"
-
-
-class _Terminated(BaseException):
-    """SIGTERM arrived."""
 
 
 # ---------------------------------------------------------------------------------------------- parameters
@@ -237,7 +228,7 @@ def sign(bundle: Path, key: Path) -> None:
     """
     from kernelbake import signing
 
-    render.line(str(signing.sign(bundle, key)))
+    terminal.line(str(signing.sign(bundle, key)))
 
 
 @cli.command()
@@ -259,59 +250,10 @@ def merge(bundles: tuple[Path, ...], output: Path, as_json: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs one command and exits with its code."""
-    render.open_closed_streams()
-    with _signals():
-        code = _run(arguments)
-    sys.exit(code)
+    sys.exit(terminal.run(lambda: _invoke(list(sys.argv[1:] if arguments is None else arguments)), "kernelbake"))
 
 
-def _run(arguments: list[str] | None) -> int:
-    try:
-        # not `cli.main`, which handles interrupts and broken pipes in ways of its own
-        with cli.make_context("kernelbake", list(sys.argv[1:] if arguments is None else arguments)) as context:
-            cli.invoke(context)
-        render.flush()
-    except (KeyboardInterrupt, click.Abort):
-        render.note("interrupted")
-        return ExitCode.INTERRUPTED
-    except _Terminated:
-        render.note("terminated")
-        return ExitCode.TERMINATED
-    except click.exceptions.Exit as exit_:
-        return exit_.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        render.note(error.format_message())
-        return ExitCode.INPUT
-    except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "kernelbake"
-        return _refuse(InputError(f"{command}: {error.format_message().rstrip('.')}", hint=f"see {command} --help"))
-    except click.ClickException as error:
-        return _refuse(InputError(f"kernelbake: {error.format_message().rstrip('.')}"))
-    except KernelbakeError as error:
-        return _refuse(error)
-    except Exception:
-        render.fault(traceback.format_exc())
-        return ExitCode.FAULT
-    return ExitCode.DONE
-
-
-def _refuse(error: errors.KernelbakeError) -> int:
-    with contextlib.suppress(Exception):
-        render.flush()
-    render.error(error)
-    return error.exit_code
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Turns SIGTERM into an exception, so that what is open gets closed on the way out; a second one ends at once."""
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _invoke(arguments: list[str]) -> None:
+    # not `cli.main`, which handles interrupts and broken pipes in ways of its own
+    with cli.make_context("kernelbake", arguments) as context:
+        cli.invoke(context)

@@ -1,15 +1,14 @@
-"""Lines of text for a terminal or a file: tables, folded lines, keys with what they share said once. Pure."""
+"""Lines of text for a terminal or a file: tables, keys with what they share said once. Pure."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kernelbake.keys import AutotuneKey
 from kernelbake.plan import Choice
-from kernelbake.words import counted
+from kernelbake.words import counted, fold
 
 if TYPE_CHECKING:
     from kernelbake.inspect import Explained
@@ -17,38 +16,6 @@ if TYPE_CHECKING:
 NOT_TUNED = "(not tuned)"
 _LEAST = 16
 """Columns below which no column of a table is folded."""
-_SPACES = re.compile(r" (?!ms\b)")
-"""At which a line is broken: not between a number and its unit."""
-_MARKS = ",._:/"
-"""Behind which a word that is wider than a line is broken."""
-
-
-def fold(text: str, width: int | None, hang: int = 4) -> list[str]:
-    """A line as several, none wider than a terminal; nothing of it is left out but spaces at which it is broken.
-
-    Args:
-        text: the line.
-        width: of the terminal in columns; None leaves the line whole.
-        hang: columns by which all lines but the first are indented; the first is not broken within them.
-    """
-    if width is None:
-        return [text]
-    hang = min(hang, width // 2)
-    lines = []
-    while len(text) > width:
-        spaces = (space.start() for space in _SPACES.finditer(text, hang + 1))
-        cut = max(itertools.takewhile(lambda place: place <= width, spaces), default=0)
-        if not text[:cut].strip():
-            cut = _inside_a_word(text, width, hang)
-        lines.append(text[:cut].rstrip())
-        text = " " * hang + text[cut:].lstrip()
-    return [*lines, text]
-
-
-def _inside_a_word(text: str, width: int, hang: int) -> int:
-    """Where a word that is wider than a line is broken: behind a mark, unless that makes more lines of it."""
-    cut = max(text.rfind(mark, hang + 1, width) for mark in _MARKS) + 1
-    return cut if cut and (2 * cut > width or len(text) - cut <= width - hang) else width
 
 
 def table(

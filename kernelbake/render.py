@@ -1,8 +1,7 @@
-"""What a person sees. The only file of kernelbake that imports rich, and beside ``cli`` the only one that writes.
+"""What a person sees: tables, JSON, digests and paths as data; progress and notes beside it. All is plain text.
 
-stdout is data: tables, JSON, digests, paths. stderr is everything else: progress, notes, refusals. All is plain text.
 In a pipe or a file it has one layout, with an entry on a line; on a terminal keys stand in parts and lines are folded
-to its width, with nothing cut. rich draws progress, on terminals only.
+to its width, with nothing cut. Progress is drawn on terminals only.
 """
 
 from __future__ import annotations
@@ -11,15 +10,11 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from kernelbake import layout
-from kernelbake.errors import InputError, KernelbakeError
+from kernelbake import layout, terminal
 from kernelbake.words import counted
 
 if TYPE_CHECKING:
@@ -29,95 +24,7 @@ if TYPE_CHECKING:
     from kernelbake.plan import Choice, Launch, Plan
     from kernelbake.progress import BuildResult, Event
 
-REPORT_HINT = (
-    "this is a fault of kernelbake: please report it with the lines above and the output of `kernelbake --version`"
-)
 _PLAIN_INTERVAL_S = 5.0
-_NARROWEST = 40
-"""Columns; a terminal that says it has fewer gets lines of this width."""
-
-
-# ---------------------------------------------------------------------------------------------- streams
-
-
-def open_closed_streams() -> None:
-    """Gives a process that was started without standard streams (``>&-``) ones that lead nowhere.
-
-    Without them nothing can be said, and the next file that is opened takes the place of one.
-    """
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
-            os.set_inheritable(nowhere, True)
-            setattr(sys, name, os.fdopen(nowhere, "w" if descriptor else "r", encoding="utf-8", closefd=False))
-
-
-def _write(stream: TextIO, text: str) -> None:
-    """Writes; a reader that went away (``| head``) ends the output, not the command and not its exit code.
-
-    What the stream's encoding lacks, bytes in the name of a file among it, is written as an escape.
-
-    Raises:
-        InputError: stdout cannot take it.
-    """
-    encoding = stream.encoding or "utf-8"
-    text = text.encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError as failure:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-        if not isinstance(failure, BrokenPipeError) and stream is sys.stdout:
-            raise InputError(f"stdout: {failure.strerror}; wanted to write all of the output") from failure
-
-
-def width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal that stdout, or another stream, is; None for a pipe or a file."""
-    return max(shutil.get_terminal_size().columns, _NARROWEST) if (stream or sys.stdout).isatty() else None
-
-
-def line(text: str = "") -> None:
-    """One line of data."""
-    _write(sys.stdout, f"{text}\n")
-
-
-def folded(text: str, hang: int = 4) -> None:
-    """One line of data; on a terminal, as many as it takes, all but the first indented by ``hang`` columns."""
-    _print(layout.fold(text, width(), hang))
-
-
-def data(value: Any) -> None:
-    """Data as strict JSON."""
-    line(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def note(text: str) -> None:
-    """One line that is no data."""
-    _write(sys.stderr, f"{text}\n")
-
-
-def flush() -> None:
-    """Hands on what is still buffered."""
-    _write(sys.stdout, "")
-
-
-def error(failure: KernelbakeError) -> None:
-    """A refusal: its message, all its reasons, its hint. A terminal gets reasons folded; a hint may be copied."""
-    first, *rest = f"error: {failure}".split("\n")
-    note(first)
-    for text in rest:
-        for part in layout.fold(text, width(sys.stderr) if text.startswith("  ") else None):
-            note(part)
-
-
-def fault(text: str) -> None:
-    """An exception that no one expected."""
-    note(text.rstrip())
-    note(REPORT_HINT)
 
 
 # ---------------------------------------------------------------------------------------------- numbers
@@ -146,7 +53,7 @@ class _Lines:
     def begin(self, phase: str) -> None:
         self._phase = phase
         self._next = time.monotonic() + _PLAIN_INTERVAL_S
-        note(phase)
+        terminal.note(phase)
 
     def update(self, phase: str, done: int, total: int | None, message: str) -> None:
         now = time.monotonic()
@@ -155,7 +62,7 @@ class _Lines:
             return
         self._phase, self._next = phase, now + _PLAIN_INTERVAL_S
         count = f" {done:,}/{total:,}" if total else ""
-        note(f"{phase}{count}{': ' + message if message else ''}")
+        terminal.note(f"{phase}{count}{': ' + message if message else ''}")
 
 
 class _Bars:
@@ -184,29 +91,10 @@ class _Bars:
 @contextlib.contextmanager
 def _drawing() -> Iterator[_Lines | _Bars]:
     """Bars where stderr is a terminal, plain lines elsewhere."""
-    if not sys.stderr.isatty():
+    if not terminal.draws():
         yield _Lines()
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.table import Column
-
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TimeElapsedColumn(table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[message]}", markup=False, table_column=Column()),  # wraps before others shrink
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with terminal.bars("{task.description:<10}", bar_width=30) as bars:
         yield _Bars(bars)
 
 
@@ -225,7 +113,7 @@ def progress(phase: str = "plan") -> Iterator[Callable[[int, int, str], None]]:
 def events(*, as_json: bool) -> Iterator[Callable[[Event], None]]:
     """A callback for the events of a build: JSON lines on stdout, or progress with rejected candidates counted."""
     if as_json:
-        yield lambda event: line(json.dumps(dataclasses.asdict(event), allow_nan=False))
+        yield lambda event: terminal.line(json.dumps(dataclasses.asdict(event), allow_nan=False))
         return
     rejected: collections.Counter[str] = collections.Counter()
     with _drawing() as drawing:
@@ -236,7 +124,7 @@ def events(*, as_json: bool) -> Iterator[Callable[[Event], None]]:
             elif event.kind == "rejected":
                 rejected[str(event.data["outcome"])] += 1
             elif event.kind == "note":
-                note(f"{event.phase}: {event.message}")
+                terminal.note(f"{event.phase}: {event.message}")
             else:
                 counts = f" (rejected: {_reasons(rejected)})" if rejected else ""
                 drawing.update(event.phase, event.done or 0, event.total, f"{event.message}{counts}")
@@ -262,25 +150,24 @@ def plan(found: Plan, *, by: str, as_json: bool) -> None:
     from kernelbake import inspect
 
     for warning in inspect.warnings(found):
-        for text in layout.fold(f"warning: {warning}", width(sys.stderr), hang=9):
-            note(text)
+        terminal.folded_note(f"warning: {warning}", hang=9)
     if as_json:
-        data(found.to_json())
+        terminal.data(found.to_json())
         return
     profile = found.profile
-    line(f"{profile['name']}, {counted(len(found.cases), 'case')}, {len(found.skipped):,} skipped")
+    terminal.line(f"{profile['name']}, {counted(len(found.cases), 'case')}, {len(found.skipped):,} skipped")
     for case, reason in found.skipped:
-        folded(f"skipped {case.id}: {reason}")
-    line()
+        terminal.folded(f"skipped {case.id}: {reason}")
+    terminal.line()
     if by == "kernel":
-        _print(_by_kernel(found))
-    elif width() is None:
-        _print(_by_case(found))
+        terminal.lines(_by_kernel(found))
+    elif terminal.width() is None:
+        terminal.lines(_by_case(found))
     else:
         _cases_in_parts(found)
-    line()
+    terminal.line()
     parts = [counted(found.num_keys, "key"), counted(len(found.launches), "launch")]
-    folded(", ".join([*parts, counted(found.num_candidates, "candidate"), _to_compile(found)]))
+    terminal.folded(", ".join([*parts, counted(found.num_candidates, "candidate"), _to_compile(found)]))
 
 
 def _to_compile(found: Plan) -> str:
@@ -300,10 +187,10 @@ def _by_kernel(found: Plan) -> list[str]:
     if inspect.is_interpreted(found):
         header: tuple[str, ...] = ("kernel", "keys", "candidates", "variants", "cases")
         cells = [(row.kernel, row.keys, row.candidates, row.frozen, len(row.cases)) for row in rows]
-        return layout.table(header, cells, right=(1, 2, 3, 4), width=width())
+        return layout.table(header, cells, right=(1, 2, 3, 4), width=terminal.width())
     header = ("kernel", "keys", "candidates", "binaries", "held", "cases")
     counts = [(row.kernel, row.keys, row.candidates, row.binaries, row.frozen, len(row.cases)) for row in rows]
-    return layout.table(header, counts, right=(1, 2, 3, 4, 5), width=width())
+    return layout.table(header, counts, right=(1, 2, 3, 4, 5), width=terminal.width())
 
 
 def _by_case(found: Plan) -> list[str]:
@@ -325,25 +212,20 @@ def _cases_in_parts(found: Plan) -> None:
     cases = inspect.by_case(found)
     shared = [launch for launch in found.launches if len(launch.cases) == len(cases)] if len(cases) > 1 else []
     if shared:
-        line(f"all {counted(len(cases), 'case')}: {counted(len(shared), 'launch')}")
+        terminal.line(f"all {counted(len(cases), 'case')}: {counted(len(shared), 'launch')}")
         _launches(shared)
     for case, launches in cases:
         own = [launch for launch in launches if launch not in shared]
         more = "more " if shared else ""
-        folded(f"{case}: {counted(len(own), f'{more}launch') if own else f'no {more}launches'}")
+        terminal.folded(f"{case}: {counted(len(own), f'{more}launch') if own else f'no {more}launches'}")
         _launches(own)
 
 
 def _launches(launches: Iterable[Launch]) -> None:
     for launch in launches:
-        folded(f"  {launch.kernel.name}")
+        terminal.folded(f"  {launch.kernel.name}")
         for text in layout.own_lines(launch.key, ()):
-            folded(f"      {text}", hang=8)
-
-
-def _print(lines: Iterable[str]) -> None:
-    for text in lines:
-        line(text)
+            terminal.folded(f"      {text}", hang=8)
 
 
 def built(result: BuildResult, *, as_json: bool) -> None:
@@ -363,62 +245,62 @@ def built(result: BuildResult, *, as_json: bool) -> None:
             "seconds": dict(result.seconds),
             "measuring": dict(result.measuring),
         }
-        line(json.dumps(values, allow_nan=False))
+        terminal.line(json.dumps(values, allow_nan=False))
         return
-    note(f"keys        {result.keys:,}")
-    note(f"candidates  {result.candidates:,}")
-    note(f"rejected    {_rejected(rejected)}")
-    note(f"entries     {result.entries:,}")
-    note(f"bundle      {result.path}, {bytes_text(result.bundle_bytes)}, made: {result.made}")
-    note(f"seconds     {', '.join(f'{phase} {seconds:.1f}' for phase, seconds in result.seconds.items())}")
-    line(result.digest)
+    terminal.note(f"keys        {result.keys:,}")
+    terminal.note(f"candidates  {result.candidates:,}")
+    terminal.note(f"rejected    {_rejected(rejected)}")
+    terminal.note(f"entries     {result.entries:,}")
+    terminal.note(f"bundle      {result.path}, {bytes_text(result.bundle_bytes)}, made: {result.made}")
+    terminal.note(f"seconds     {', '.join(f'{phase} {seconds:.1f}' for phase, seconds in result.seconds.items())}")
+    terminal.line(result.digest)
 
 
 def verified(report: Report, *, as_json: bool) -> None:
     """A verification, one line for each level that proved something or says why it did not."""
     if as_json:
-        data(report.to_json())
+        terminal.data(report.to_json())
         return
     if report.digest is not None:
-        folded(f"digest     {report.digest}", hang=11)
+        terminal.folded(f"digest     {report.digest}", hang=11)
     for level in report.levels:
         outcome = "" if level.outcome == "proved" else f"{level.outcome}: "
-        folded(f"{level.name:<10} {outcome}{level.text}", hang=11)
+        terminal.folded(f"{level.name:<10} {outcome}{level.text}", hang=11)
         for detail in level.details:
-            folded(f"{'':<10} {detail}", hang=13)
+            terminal.folded(f"{'':<10} {detail}", hang=13)
         if level.error is not None and level.error is not report.refusals[0]:  # the first is the command's error
             for reason in level.error.reasons:
-                folded(f"{'':<10} {reason}", hang=13)
+                terminal.folded(f"{'':<10} {reason}", hang=13)
 
 
 def shown(summary: Shown, *, as_json: bool) -> None:
     """A bundle in short."""
     if as_json:
-        data(summary.to_json())
+        terminal.data(summary.to_json())
         return
     counts = summary.counts
     code = "no code: Triton's interpreter runs it" if summary.interpreted else counted(counts["entries"], "entry")
     planned = ", ".join(counted(counts[noun + "s"], noun) for noun in ("case", "kernel", "key", "candidate"))
-    folded(f"name        {summary.name}", hang=12)
-    folded(f"digest      {summary.digest}", hang=12)
-    line(f"made        {summary.made}")
-    folded(f"size        {bytes_text(summary.size_bytes)}, {code}", hang=12)
-    folded(f"planned     {planned}", hang=12)
-    folded(f"tried       {counts['tried']:,}, rejected {_rejected(summary.rejected)}", hang=12)
-    line()
+    terminal.folded(f"name        {summary.name}", hang=12)
+    terminal.folded(f"digest      {summary.digest}", hang=12)
+    terminal.line(f"made        {summary.made}")
+    terminal.folded(f"size        {bytes_text(summary.size_bytes)}, {code}", hang=12)
+    terminal.folded(f"planned     {planned}", hang=12)
+    terminal.folded(f"tried       {counts['tried']:,}, rejected {_rejected(summary.rejected)}", hang=12)
+    terminal.line()
     fields = [(name, cls, _value(value)) for name, cls, value in summary.fingerprint]
-    _print(layout.table(("field", "class", "value"), fields, width=width()))
+    terminal.lines(layout.table(("field", "class", "value"), fields, width=terminal.width()))
     if summary.skipped:
-        line()
+        terminal.line()
     for case, reason in summary.skipped:
-        folded(f"skipped {case}: {reason}")
+        terminal.folded(f"skipped {case}: {reason}")
     if summary.choices:
-        line()
-    if width() is not None:
+        terminal.line()
+    if terminal.width() is not None:
         _choices_in_parts(summary.choices, lambda choice: None)
         return
     for choice in summary.choices:
-        line(f"{choice.kernel.name} {layout.key_text(choice.key)}: {layout.decided_text(choice)}")
+        terminal.line(f"{choice.kernel.name} {layout.key_text(choice.key)}: {layout.decided_text(choice)}")
 
 
 def _choices_in_parts(choices: Iterable[Choice], more: Callable[[Choice], None]) -> None:
@@ -430,8 +312,8 @@ def _choices_in_parts(choices: Iterable[Choice], more: Callable[[Choice], None])
     """
     for index, (kernel, shared, members) in enumerate(layout.by_kernel(choices)):
         if index > 0:
-            line()
-        folded(kernel)
+            terminal.line()
+        terminal.folded(kernel)
         _labelled("  all keys", layout.field_lines(shared))
         for choice in members:
             _labelled("  key", layout.own_lines(choice.key, shared))
@@ -443,7 +325,7 @@ def _choices_in_parts(choices: Iterable[Choice], more: Callable[[Choice], None])
 def _labelled(label: str, texts: Iterable[str]) -> None:
     """Lines beside a label, which stands at the first of them."""
     for text in texts:
-        folded(f"{label:<14} {text}", hang=15)
+        terminal.folded(f"{label:<14} {text}", hang=15)
         label = ""
 
 
@@ -454,36 +336,36 @@ def _value(value: Any) -> str:
 def coverage(found: Covered, *, as_json: bool) -> None:
     """A bundle against a plan."""
     if as_json:
-        data(found.to_json())
+        terminal.data(found.to_json())
         return
     launches, cases = counted(found.coverage.num_needed, "launch"), counted(len(found.plan.cases), "case")
-    folded(f"digest   {found.held.digest}", hang=9)
-    line(f"needed   {launches} of {cases}")
-    line(f"missing  {len(found.coverage.missing):,}")
-    line(f"unused   {len(found.coverage.unused):,}")
+    terminal.folded(f"digest   {found.held.digest}", hang=9)
+    terminal.line(f"needed   {launches} of {cases}")
+    terminal.line(f"missing  {len(found.coverage.missing):,}")
+    terminal.line(f"unused   {len(found.coverage.unused):,}")
     held = found.held.inventory().by_id
     for id_ in found.coverage.unused:
-        folded(f"unused   {held[id_].kernel.name} {layout.key_text(held[id_].key)}", hang=9)
+        terminal.folded(f"unused   {held[id_].kernel.name} {layout.key_text(held[id_].key)}", hang=9)
 
 
 def explained(items: Sequence[Explained], *, as_json: bool) -> None:
     """Why decisions are in a bundle."""
     if as_json:
-        data([item.to_json() for item in items])
+        terminal.data([item.to_json() for item in items])
         return
-    if width() is not None:
+    if terminal.width() is not None:
         by_choice = {item.choice.id: item for item in items}
         _choices_in_parts([item.choice for item in items], lambda choice: _reasons_in_parts(by_choice[choice.id]))
         return
     for item in items:
         choice = item.choice
-        line(f"{choice.kernel.name} {layout.key_text(choice.key)}")
-        line(f"  winner   {layout.decided_text(choice)}")
+        terminal.line(f"{choice.kernel.name} {layout.key_text(choice.key)}")
+        terminal.line(f"  winner   {layout.decided_text(choice)}")
         for label, text in layout.why(item):
-            line(f"  {label:<8} {text}")
+            terminal.line(f"  {label:<8} {text}")
         if item.nearest is not None:
             key, differences = item.nearest
-            line(f"  nearest  {key}; differs in {', '.join(differences)}")
+            terminal.line(f"  nearest  {key}; differs in {', '.join(differences)}")
 
 
 def _reasons_in_parts(item: Explained) -> None:
@@ -496,7 +378,7 @@ def _reasons_in_parts(item: Explained) -> None:
 def diff(found: Diff, *, as_json: bool) -> None:
     """Two bundles compared."""
     if as_json:
-        data(found.to_json())
+        terminal.data(found.to_json())
         return
     for text in str(found).splitlines():
-        folded(text)
+        terminal.folded(text)

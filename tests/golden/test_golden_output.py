@@ -13,7 +13,7 @@ import click
 import pytest
 import samples
 
-from kernelbake import bundle, cli, levels, manifest, planner, render
+from kernelbake import bundle, cli, levels, manifest, planner, terminal
 from kernelbake.bundle import Contents
 from kernelbake.keys import Case
 from kernelbake.plan import Unbounded
@@ -103,7 +103,7 @@ def test_what_is_said_of_a_sound_bundle_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, contents: Contents, name: str, columns: int
 ) -> None:
     bundle.write("bundle.tar", contents)
-    monkeypatch.setattr(render, "width", lambda stream=None: columns)
+    monkeypatch.setattr(terminal, "width", lambda stream=None: columns)
     compare(f"{name}-{columns}", output(capsys, *OUTPUTS[name]))
 
 
@@ -143,7 +143,7 @@ def test_what_is_said_of_a_plan(
 
     monkeypatch.setattr(planner, "plan", plan)
     compare(f"plan-by-{by}", output(capsys, "plan", "--manifest", "cpu.yaml", "--by", by))
-    monkeypatch.setattr(render, "width", lambda stream=None: 80)
+    monkeypatch.setattr(terminal, "width", lambda stream=None: 80)
     compare(f"plan-by-{by}-80", output(capsys, "plan", "--manifest", "cpu.yaml", "--by", by))
 
 

@@ -55,7 +55,8 @@ def test_a_process_without_standard_streams_ends_with_its_code(closed: str) -> N
 
 
 TALKS = (
-    "from dflash import cli, render\ncli.run(lambda: [render.note('a step'), render.note('b'), render.line('drafter')])"
+    "from dflash import cli\nfrom kernelbake.terminal import line, note\n"
+    "cli.run(lambda: [note('a step'), note('b'), line('drafter')])"
 )
 
 

@@ -14,7 +14,7 @@ import samples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernelbake import bundle, inspect, layout
+from kernelbake import bundle, inspect, layout, words
 from kernelbake.errors import InputError
 from kernelbake.keys import AutotuneKey, Config, Kernel
 from kernelbake.plan import Choice
@@ -44,7 +44,7 @@ def choice(size_class: int | None) -> Choice:
 @example("digest     sha256:" + "a" * 64, 80, 11)
 @example(" " * 90 + "a", 80, 4)
 def test_a_folded_line_fits_and_lacks_only_spaces(text: str, width: int, hang: int) -> None:
-    lines = layout.fold(text, width, hang)
+    lines = words.fold(text, width, hang)
     assert all(len(line) <= width for line in lines)
     assert "".join("".join(lines).split()) == "".join(text.split())
     assert all(line.startswith(" " * min(hang, width // 2)) for line in lines[1:])
@@ -52,16 +52,16 @@ def test_a_folded_line_fits_and_lacks_only_spaces(text: str, width: int, hang: i
 
 @given(st.text(max_size=300))
 def test_without_a_terminal_a_line_stays_whole(text: str) -> None:
-    assert layout.fold(text, None) == [text]
+    assert words.fold(text, None) == [text]
 
 
 def test_words_are_broken_behind_a_mark_and_numbers_keep_their_unit() -> None:
-    assert layout.fold(f"  {NAME}", 50, 4) == [
+    assert words.fold(f"  {NAME}", 50, 4) == [
         "  fla.ops.gated_delta_rule.chunk_fwd.chunk_gated_",
         "    delta_rule_fwd_kkt_solve_kernel",
     ]
-    assert layout.fold("winner  a=1 b=2: 0.5000 ms", 24, 8) == ["winner  a=1 b=2:", "        0.5000 ms"]
-    assert layout.fold("digest " + "sha256:" + "f" * 64, 76, 7) == ["digest sha256:", " " * 7 + "f" * 64]
+    assert words.fold("winner  a=1 b=2: 0.5000 ms", 24, 8) == ["winner  a=1 b=2:", "        0.5000 ms"]
+    assert words.fold("digest " + "sha256:" + "f" * 64, 76, 7) == ["digest sha256:", " " * 7 + "f" * 64]
 
 
 @pytest.mark.parametrize("width", [80, 120])
