@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -12,6 +13,12 @@ LONG = bool(os.environ.get("KERNELBAKE_LONG"))
 
 REQUIRE_GPU = bool(os.environ.get("KERNELBAKE_REQUIRE_GPU"))
 """Whether a missing GPU is a failure (``make test-gpu``)."""
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Tensors of tests are small, and sums depend on how many threads share them: ``torchrun`` gives its ranks one."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job: tests and children shall hear it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("tenth", derandomize=True, max_examples=30, deadline=None, database=None)
 hypothesis.settings.register_profile("whole", max_examples=1000, deadline=None)
