@@ -339,7 +339,7 @@ def check_not_foreign() -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs one command and exits with its code."""
-    run(lambda: cli.main(arguments, prog_name="dflash", standalone_mode=False))
+    run(lambda: terminal.invoke(cli, "dflash", arguments))
 
 
 def run(function: Callable[[], object]) -> NoReturn:

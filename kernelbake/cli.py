@@ -250,10 +250,4 @@ def merge(bundles: tuple[Path, ...], output: Path, as_json: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs one command and exits with its code."""
-    sys.exit(terminal.run(lambda: _invoke(list(sys.argv[1:] if arguments is None else arguments)), "kernelbake"))
-
-
-def _invoke(arguments: list[str]) -> None:
-    # not `cli.main`, which handles interrupts and broken pipes in ways of its own
-    with cli.make_context("kernelbake", arguments) as context:
-        cli.invoke(context)
+    sys.exit(terminal.run(lambda: terminal.invoke(cli, "kernelbake", arguments), "kernelbake"))

@@ -24,6 +24,7 @@ from kernelbake.errors import ExitCode, InputError, KernelbakeError
 from kernelbake.words import fold
 
 if TYPE_CHECKING:
+    from click import Group
     from rich.console import Console
     from rich.progress import Progress
 
@@ -63,11 +64,20 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text)
         stream.flush()
     except OSError as failure:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-        if not isinstance(failure, BrokenPipeError) and stream is sys.stdout:
-            raise InputError(f"stdout: {failure.strerror}; wanted to write all of the output") from failure
+        _lose(stream, failure)
+
+
+def _lose(stream: TextIO, failure: OSError) -> None:
+    """From now on a stream that failed leads nowhere.
+
+    Raises:
+        InputError: it is stdout, and has a reader still.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    if not isinstance(failure, BrokenPipeError) and stream is sys.stdout:
+        raise InputError(f"stdout: {failure.strerror}; wanted to write all of the output") from failure
 
 
 def _encoding(stream: TextIO) -> str:
@@ -254,6 +264,27 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def invoke(group: Group, name: str, arguments: list[str] | None) -> None:
+    """Parses with click and does what was asked for; click's own ``main`` handles signals and lost readers its way.
+
+    Args:
+        group: the commands.
+        name: of the program.
+        arguments: None takes those of the process.
+
+    Raises:
+        InputError: stdout cannot take a help text or a version.
+    """
+    try:
+        with group.make_context(name, list(sys.argv[1:] if arguments is None else arguments)) as context:
+            group.invoke(context)
+    except OSError as failure:
+        *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
+        if not frame.f_globals["__name__"].startswith("click."):
+            raise
+        _lose(sys.stdout, failure)  # help and versions are all that click prints
+
+
 def refuse(failure: KernelbakeError) -> int:
     """Says why a command is refused, after what it has said so far; gives the exit code."""
     with contextlib.suppress(Exception):
@@ -266,7 +297,7 @@ def run(function: Callable[[], object], command: str, *, refused: Callable[[Kern
     """Calls a function and says what it raised; the caller exits.
 
     Args:
-        function: parses with click, does the work, prints.
+        function: parses with click (``invoke``), does the work, prints.
         command: the name of the command.
         refused: says an error of the library and gives its exit code.
 

@@ -159,6 +159,22 @@ def test_a_full_device_behind_stdout_is_an_error(held: Path) -> None:
     assert done.stderr.startswith("error: stdout: No space left on device; wanted to write all of the output")
 
 
+@pytest.mark.parametrize("command", ["kernelbake", "dflash"])
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_help_text_that_no_one_takes_is_no_fault(command: str, option: str) -> None:
+    def ended(out: int) -> tuple[int, str]:
+        given = [sys.executable, "-m", command, option]
+        done = subprocess.run(given, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+        return done.returncode, done.stderr
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as lost, open("/dev/full", "w") as full:
+        assert ended(lost.fileno()) == (0, "")
+        wanted = "error: stdout: No space left on device; wanted to write all of the output\n"
+        assert ended(full.fileno()) == (2, wanted)
+
+
 def test_no_colour_and_no_control_characters_without_a_terminal(held: Path) -> None:
     done = run("show", held, FORCE_COLOR="1")
     assert "\x1b" not in done.stdout + done.stderr
