@@ -40,11 +40,11 @@ class Stop:
     def install(self) -> None:
         """Handles SIGINT, SIGTERM and the SIGHUP of a lost terminal from now on; does so in the main thread only.
 
-        A SIGHUP that is ignored stays so: ``nohup`` means that the run goes on.
+        A SIGHUP or SIGINT that is ignored stays so: ``nohup``, or the ``&`` of a script, means that the run goes on.
         """
         if threading.current_thread() is threading.main_thread():
-            hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
+            terminals = [number for number in (signal.SIGHUP, signal.SIGINT) if not _ignored(number)]
+            for number in (signal.SIGTERM, *terminals):
                 signal.signal(number, self._on)
 
     def _on(self, number: int, frame: FrameType | None) -> None:
@@ -54,3 +54,7 @@ class Stop:
         self.number = number
         if not self.armed:
             raise Interrupted(number)
+
+
+def _ignored(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN

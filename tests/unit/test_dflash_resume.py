@@ -314,11 +314,12 @@ def test_a_signal_while_a_checkpoint_is_written_lets_it_be_written(
 
 
 @pytest.mark.usefixtures("_handlers")
-def test_a_run_under_nohup_outlives_its_terminal() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=["nohup", "background-job"])
+def test_a_signal_of_the_terminal_that_is_ignored_stays_so(number: int) -> None:
+    signal.signal(number, signal.SIG_IGN)
     stop = Stop()
     stop.install()
-    signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(number)
     assert stop.number is None
 
 
