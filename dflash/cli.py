@@ -344,7 +344,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def run(function: Callable[[], object]) -> NoReturn:
     """Calls a function and exits with the code of what it raised."""
-    sys.exit(terminal.run(lambda: _interruptible(function), "dflash", refused=_refused))
+    code = terminal.run(lambda: _interruptible(function), "dflash", refused=_refused)
+    launch = sys.modules.get("dflash.launch")
+    if launch is not None and launch.still_importing():
+        os._exit(code)  # all is said and flushed; an interpreter that ends under an import of torch may crash
+    sys.exit(code)
 
 
 def _interruptible(function: Callable[[], object]) -> None:

@@ -34,6 +34,8 @@ OnProgress = Callable[[int, int, str], None]
 
 _IMPORTED = ("dflash.trainer", "dflash.attention.kernels", "kernelbake.dispatch", "kernelbake.freeze")
 """Beside the target's modeling, which imports the kernels of Gated DeltaNet: what takes long."""
+_IMPORTS = "imports"
+"""Name of the thread that imports."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,15 +157,18 @@ def importing(plan: Plan) -> Iterator[None]:
     """Imports what the run needs while the block waits for the preflight, whose process imports the same.
 
     The block ends when all is there, so that no thread is left when the process is frozen. What cannot be imported says
-    so when its turn comes.
+    so when its turn comes. A refusal or a signal waits for no import; ``still_importing`` says how to end then.
     """
     _settle_environment(plan)
-    thread = threading.Thread(target=_import_all, args=(plan.spec.target.architecture,), name="imports", daemon=True)
+    thread = threading.Thread(target=_import_all, args=(plan.spec.target.architecture,), name=_IMPORTS, daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+    yield
+    thread.join()
+
+
+def still_importing() -> bool:
+    """Whether a thread of ``importing`` is at work; a process ends well then by ``os._exit`` only."""
+    return any(thread.name == _IMPORTS for thread in threading.enumerate())
 
 
 def _import_all(architecture: str) -> None:

@@ -131,6 +131,33 @@ def test_a_signal_while_the_bundle_is_read_ends_the_command_with_its_code(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("raise InputError('preflight: faulty; wanted none')", ExitCode.INPUT, "error: preflight: faulty; wanted none"),
+        ("signal.raise_signal(signal.SIGTERM)", ExitCode.TERMINATED, "error: train: stopped by SIGTERM"),
+        ("raise ValueError('unexpected')", ExitCode.FAULT, "ValueError: unexpected"),
+    ],
+)
+def test_an_import_that_hangs_beside_the_preflight_keeps_no_refusal_and_no_signal(
+    ending: str, code: ExitCode, said: str
+) -> None:
+    program = (
+        "import contextlib, signal, time\nfrom types import SimpleNamespace as Any\n"
+        "from dflash import cli, launch\nfrom dflash.stop import Stop\nfrom kernelbake.errors import InputError\n"
+        "launch._import_all = lambda architecture: time.sleep(600)\n"
+        "plan = Any(interpreted=False, spec=Any(target=Any(architecture='qwen3_5')))\n"
+        "def work():\n"
+        "    Stop().install()\n"
+        "    with launch.importing(plan):\n"
+        f"        {ending}\n"
+        "cli.run(work)\n"
+    )
+    done = run(code=program)
+    assert done.returncode == code
+    assert said in done.stderr
+
+
 def test_imports_run_beside_the_preflight_and_are_over_before_the_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails is told by whoever needs it: here nobody does."""
     from dflash import launch
