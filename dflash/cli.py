@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from kernelbake.workload import Footprint
 
 EPILOG = (
-    "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 misfit, 5 missing, 7 locked, 8 stopped, 130 and 143 signals."
+    "Exit codes: 0 done, 1 our fault, 2 input, 3 bundle, 4 misfit, 5 missing, 6 no plan, 7 locked, 8 stopped, "
+    "130 and 143 signals."
 )
 
 _OPTIONS = (

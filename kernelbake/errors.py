@@ -26,8 +26,8 @@ class ExitCode(enum.IntEnum):
     """Something is missing: a coverage gap in ``verify`` or preflight, every choice of a bundle that was not measured
     yet, or a refused launch at run time."""
     BUILD = 6
-    """A build failed: no viable candidate, GPU absent, wrong or busy, a launch outside the plan; or it would choose
-    otherwise than a bundle that is verified."""
+    """A build failed: no viable candidate, GPU absent, wrong or busy, a launch outside the plan; a workload cannot be
+    planned; or a build would choose otherwise than a bundle that is verified."""
     LOCKED = 7
     """Another process holds the lock."""
     STOPPED = 8
