@@ -23,9 +23,10 @@ def check(run: RunConfig) -> None:
 
     Raises:
         InputError: something stands where the run will write; checkpoints that are not behind this run; or it cannot be
-            written to.
+            written to, or read from later.
     """
     output = Path(run.output)
+    _check_readable(output)
     _check_writable(output)
     _check_names(output)
     found = sorted((path.parent.name for path in output.glob("step-*/state.json")), key=_step_of_name)
@@ -53,6 +54,20 @@ def check(run: RunConfig) -> None:
             reasons=later,
             hint="another --output goes on from there and leaves them as they are; else move them away",
         )
+
+
+def _check_readable(output: Path) -> None:
+    """Refuses a name under which safetensors would find neither checkpoint nor drafter when all steps are made.
+
+    Raises:
+        InputError: it is not UTF-8.
+    """
+    try:
+        str(output).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"output: `{output}` is no name in UTF-8; wanted one, as safetensors reads no files under others"
+        ) from error
 
 
 def _check_writable(output: Path) -> None:

@@ -46,6 +46,13 @@ def test_a_second_run_is_refused_until_the_first_has_ended_however(tmp_path: Pat
             assert output.is_dir()
 
 
+def test_a_folder_that_safetensors_could_not_read_from_is_refused_before_the_run(tmp_path: Path) -> None:
+    output = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
+    with pytest.raises(InputError, match="is no name in UTF-8; wanted one"):
+        folder.check(config.load(None, (), {"output": output}))
+    folder.check(config.load(None, (), {"output": str(tmp_path / "é")}))
+
+
 def test_a_new_run_is_refused_where_another_left_checkpoints(tmp_path: Path) -> None:
     def configured(**options: object) -> config.RunConfig:
         return config.load(None, (), {"output": str(tmp_path), **options})
