@@ -96,7 +96,14 @@ def flush() -> None:
 
 def width(stream: TextIO | None = None) -> int | None:
     """Columns of the terminal that stdout, or another stream, is; None for a pipe or a file."""
-    return max(shutil.get_terminal_size().columns, _NARROWEST) if (stream or sys.stdout).isatty() else None
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        return None
+    columns = shutil.get_terminal_size((0, 0)).columns  # COLUMNS, else of the stdout that Python began with
+    if "COLUMNS" not in os.environ or columns < 1:
+        with contextlib.suppress(OSError):
+            columns = os.get_terminal_size(stream.fileno()).columns
+    return max(columns or 80, _NARROWEST)
 
 
 # ---------------------------------------------------------------------------------------------- data

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,18 @@ def test_a_terminal_that_is_closed_while_a_bar_moves_ends_no_command(
             with pytest.raises(OSError, match="Input/output error"):
                 os.write(theirs, b"x")
         terminal.note("still there")
+
+
+@pytest.mark.parametrize(("columns", "wanted"), [(123, 123), (7, 40), (0, 80)])
+def test_the_width_is_that_of_the_terminal_it_is_asked_of(
+    monkeypatch: pytest.MonkeyPatch, columns: int, wanted: int
+) -> None:
+    """Of stderr, while stdout goes into a file."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "w"), os.fdopen(theirs, "w") as stream:
+        termios.tcsetwinsize(theirs, (24, columns))
+        assert terminal.width(stream) == wanted
 
 
 @pytest.mark.parametrize(
