@@ -41,6 +41,7 @@ from dflash.saved import (
     read,
     whole,
 )
+from dflash.served import CONFIG, WEIGHTS
 from dflash.spec import Spec
 from kernelbake.errors import InputError
 
@@ -264,8 +265,8 @@ def export(folder: Path, drafter: Drafter, spec: Spec) -> None:
     tensors = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights}
     try:
         with _replacing(folder) as target:
-            save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-            (target / "config.json").write_text(json.dumps(served_config(spec), indent=2) + "\n")
+            save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+            (target / CONFIG).write_text(json.dumps(served_config(spec), indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise TrainingStoppedError(
             f"drafter: `{folder}` cannot be written ({error}); wanted room for {devices.gib(_bytes(tensors))}",

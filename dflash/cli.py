@@ -189,7 +189,7 @@ def _preflight(plan: Plan) -> Preflight:
 
 
 def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint, ...], asked: _Asked) -> None:
-    from dflash import profiling, reports, trainer
+    from dflash import folder, profiling, reports, trainer
 
     bundle = plan.held.digest if started.frozen else None
     job = trainer.Job(plan.run, plan.spec, bundle, plan.interpreted, footprints, asked.ranks)
@@ -216,7 +216,7 @@ def _train(plan: Plan, started: Started, stop: Stop, footprints: tuple[Footprint
     if made.validation is not None:
         terminal.note(made.validation.line())
     if asked.ranks.leads:
-        terminal.line(str(job.output / "drafter"))
+        terminal.line(str(job.output / folder.DRAFTER))
 
 
 def _end_at_once(error: KernelbakeError) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from dflash import saved
 from dflash.config import RunConfig
 from kernelbake.errors import InputError
 
@@ -15,7 +16,7 @@ EXPORTED = ("config.json", "model.safetensors")
 """The files of an exported drafter."""
 
 _FILES = ("metrics.jsonl", ".metrics.jsonl.partial", "summary.json", ".summary.json.partial")
-_FOLDERS = (DRAFTER, "step-*")
+_FOLDERS = (DRAFTER, f"{saved.PREFIX}*")
 
 
 def check(run: RunConfig) -> None:
@@ -29,27 +30,20 @@ def check(run: RunConfig) -> None:
     _check_readable(output)
     _check_writable(output)
     _check_names(output)
-    found = sorted((path.parent.name for path in output.glob("step-*/state.json")), key=_step_of_name)
-    if run.resume == "latest" and not found:
-        raise InputError(
-            f"resume: `{output}` holds no checkpoint; wanted one to go on from",
-            hint="without --resume a new run begins there; --output names another folder",
-        )
-    if run.resume is not None and run.resume != "latest" and not (Path(run.resume) / "state.json").is_file():
-        raise InputError(f"resume: `{run.resume}` is no checkpoint; wanted a folder with `state.json`, or `latest`")
-    if not found or run.resume == "latest":
+    found = sorted((saved.final_name(path).name for path in saved.whole(output)), key=_step_of_name)
+    resumed = saved.find(output, run.resume) if run.resume is not None else None
+    if not found or run.resume == saved.LATEST:
         return
-    if run.resume is None:
+    if resumed is None:
         raise InputError(
             f"output: `{output}` holds the run that saved `{found[-1]}`; wanted a folder without checkpoints",
             hint="--resume latest goes on with that run; another --output, or removing the folder, begins a new one",
         )
-    resumed = Path(run.resume)
     is_own = os.path.dirname(os.path.realpath(resumed)) == os.path.realpath(output)
     later = [name for name in found if not is_own or _step_of_name(name) > _step_of(resumed)]
     if later:
         raise InputError(
-            f"output: `{output}` holds checkpoints that this run would not go on from, and `latest` would mean "
+            f"output: `{output}` holds checkpoints that this run would not go on from, and `{saved.LATEST}` would mean "
             f"`{later[-1]}`; wanted none behind `{resumed}`",
             reasons=later,
             hint="another --output goes on from there and leaves them as they are; else move them away",
@@ -114,13 +108,13 @@ def foreign(drafter: Path) -> list[str]:
 
 
 def _step_of_name(name: str) -> int:
-    digits = name.removeprefix("step-")
+    digits = name.removeprefix(saved.PREFIX)
     return int(digits) if digits.isdecimal() else -1
 
 
 def _step_of(folder: Path) -> int:
     """The step of a checkpoint, whatever its folder is called; one that cannot be read is refused when it is loaded."""
     try:
-        return int(json.loads((folder / "state.json").read_bytes())["step"])
+        return int(json.loads((folder / saved.STATE).read_bytes())["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return _step_of_name(folder.name)

@@ -83,7 +83,10 @@ def find(output: Path, resume: str) -> Path:
         return folder
     found = whole(output)
     if not found:
-        raise InputError(f"resume: `{output}` holds no checkpoint; wanted one to go on from")
+        raise InputError(
+            f"resume: `{output}` holds no checkpoint; wanted one to go on from",
+            hint="without --resume a new run begins there; --output names another folder",
+        )
     return found[-1]
 
 

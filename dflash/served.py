@@ -14,12 +14,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from dflash.folder import EXPORTED
 from dflash.schema import Reader
 from dflash.spec import ATTENTIONS, DrafterSpec, TargetSpec
 from kernelbake.errors import InputError
 from kernelbake.workload import Fault
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS = EXPORTED
 _FOREIGN = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Keys of hybrid targets' rotary embeddings; the drafter rotates all of its head dimension by one position."""
 

@@ -22,6 +22,7 @@ from dflash.crew import Crew, Work, hang_of
 from dflash.errors import HangError, InterruptedRunError, TrainingStoppedError
 from dflash.exchange import Outbox, PeerExchange, RankExchange
 from dflash.feed import Dealt, Feed
+from dflash.folder import DRAFTER
 from dflash.job import Job, Trainer
 from dflash.pairs import Pair
 from dflash.reports import Launched, Log, NotFiniteError, Reader, StepReport
@@ -60,8 +61,8 @@ def train(trainer: Trainer, stop: Stop, on_stuck: OnStuck | None = None) -> Iter
             stop.number, f"all {trainer.done} steps are saved in `{saved}`, no drafter is written"
         )
     if job.ranks.leads:
-        checkpoint.export(job.output / "drafter", trainer.pair.drafter, job.spec)
-        export.load(job.output / "drafter")
+        checkpoint.export(job.output / DRAFTER, trainer.pair.drafter, job.spec)
+        export.load(job.output / DRAFTER)
 
 
 def steps(trainer: Trainer, stop: Stop, on_stuck: OnStuck | None = None) -> Iterator[StepReport]:

@@ -74,6 +74,18 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_takes_time(tm
         folder.check(config.load(None, (), {**options, "resume": str(tmp_path / "step-00000001")}))
 
 
+def test_a_checkpoint_that_was_being_replaced_counts_and_a_name_that_no_path_can_have_is_none(tmp_path: Path) -> None:
+    """As it does when a run loads it: the run was killed between two renames."""
+    checkpoints(tmp_path, 3)
+    (tmp_path / "step-00000003").rename(tmp_path / ".step-00000003.old")
+    options = {"output": str(tmp_path)}
+    folder.check(config.load(None, (), {**options, "resume": "latest"}))
+    with pytest.raises(InputError, match="holds the run that saved `step-00000003`"):
+        folder.check(config.load(None, (), options))
+    with pytest.raises(InputError, match="is no checkpoint; wanted a folder with `state.json`"):
+        folder.check(config.load(None, (), {**options, "resume": "x" * 5000}))
+
+
 def test_what_the_interpreter_cannot_do_is_refused() -> None:
     section = Spec.parse(dflashspec.changed("axes.dtype", "bfloat16"))
     run = config.load(None, (), {"bundle": "bundle.tar"})
