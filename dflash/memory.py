@@ -57,7 +57,7 @@ def needs(spec: Spec, target_device: torch.device, drafter_device: torch.device)
     with torch.device("meta"), devices.default_dtype(dtype):
         network = drafter.Drafter(spec.drafter, spec.target.hidden_size)
     count = sum(parameter.numel() for parameter in network.parameters())
-    kept = None if _reads_target(spec) else max(spec.drafter.target_layer_ids) + 1
+    kept = None if _reads_target(spec) else target.layers_read(spec.drafter.target_layer_ids)
     found = [
         Need(target_device, "the target's weights", target.parameter_bytes(spec.target, dtype, kept)),
         Need(drafter_device, "the drafter's weights", count * dtype.itemsize),

@@ -129,7 +129,7 @@ class Target:
         Raises:
             InputError: the last hidden state is asked for, now or by a later ``features``.
         """
-        decoder, needed = self._model.model, max(self._layer_ids) + 1
+        decoder, needed = self._model.model, layers_read(self._layer_ids)
         dropped = len(decoder.layers) - needed
         decoder.layers = decoder.layers[:needed]
         self._ended = dropped > 0
@@ -227,6 +227,11 @@ def model_config(spec: TargetSpec) -> Any:
         attn_implementation="sdpa",
         **experts,
     )
+
+
+def layers_read(layer_ids: tuple[int, ...]) -> int:
+    """How many layers, from the first, it takes to have the outputs of these."""
+    return max(layer_ids) + 1
 
 
 def representative(spec: TargetSpec) -> TargetSpec:
