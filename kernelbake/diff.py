@@ -8,6 +8,7 @@ from typing import Any
 
 from kernelbake import digest
 from kernelbake.bundle import Bundle, Entry
+from kernelbake.keys import key_text
 from kernelbake.plan import Choice
 from kernelbake.words import counted
 
@@ -202,24 +203,20 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]
             yield Change(name, old.get(name), new.get(name))
 
 
-def _named(choice: Choice) -> str:
-    return str(choice.key) if choice.key else "(not tuned)"
-
-
 def _key(choice: Choice) -> Key:
-    return Key(choice.kernel.name, _named(choice), str(choice.winner))
+    return Key(choice.kernel.name, key_text(choice.key), str(choice.winner))
 
 
 def _choice(old: Choice, new: Choice) -> ChoiceChange:
     times = (choice.times.get("median_ms") for choice in (old, new))
-    return ChoiceChange(old.kernel.name, _named(old), str(old.winner), str(new.winner), *times)
+    return ChoiceChange(old.kernel.name, key_text(old.key), str(old.winner), str(new.winner), *times)
 
 
 def _retimed(both: list[tuple[Choice, Choice]]) -> Iterator[Change]:
     for old, new in both:
         times = old.times.get("median_ms"), new.times.get("median_ms")
         if old.winner == new.winner and times[0] != times[1]:
-            yield Change(f"{old.kernel.name} {_named(old)} median_ms", *times)
+            yield Change(f"{old.kernel.name} {key_text(old.key)} median_ms", *times)
 
 
 def _code(old: Bundle, new: Bundle) -> Iterator[CodeChange]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kernelbake import bundle, plan, preflight, profiles, workload
 from kernelbake.bounds import Limits
 from kernelbake.errors import InputError, MisfitError
-from kernelbake.keys import Config
+from kernelbake.keys import Config, key_text
 from kernelbake.plan import Choice, Coverage, Launch, Plan
 from kernelbake.words import counted
 
@@ -278,7 +278,7 @@ def explain(path: Path, kernel: str, key: str = "") -> list[Explained]:
         raise _unknown_kernel(held, kernel, "explain")
     wanted = [choice for choice in of_kernel if key in str(choice.key or "")]
     if not wanted:
-        known = [f"`{choice.kernel.name}` has `{choice.key or '(not tuned)'}`" for choice in of_kernel]
+        known = [f"`{choice.kernel.name}` has `{key_text(choice.key)}`" for choice in of_kernel]
         raise InputError(f"--key: no key of `{kernel}` holds `{key}`; wanted part of one", reasons=known)
     return [_explained(held, choice) for choice in wanted]
 
@@ -302,7 +302,7 @@ def _nearest(choice: Choice, choices: Iterable[Choice]) -> tuple[str, tuple[str,
         return None
     found = [(plan.nearest_key(choice.key, [other.key], "this", "nearest"), other) for other in others]
     differences, nearest = min(found, key=lambda item: len(item[0]))
-    return str(nearest.key or "(not tuned)"), differences
+    return key_text(nearest.key), differences
 
 
 def _tried(record: Iterable[Mapping[str, Any]], choice: Choice) -> tuple[Tried, ...]:

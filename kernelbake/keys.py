@@ -153,6 +153,15 @@ class AutotuneKey(Tokened):
         return f"{values} [{dtypes}]".strip()
 
 
+NOT_TUNED = "(not tuned)"
+"""In the place of a key, for people, where nothing is tuned."""
+
+
+def key_text(key: AutotuneKey | None) -> str:
+    """A key on one line, for people."""
+    return NOT_TUNED if key is None else str(key)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Config(Tokened):
     """What is tuned: meta-parameters and the options that change code.

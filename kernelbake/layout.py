@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kernelbake.keys import AutotuneKey
+from kernelbake.keys import NOT_TUNED, AutotuneKey
 from kernelbake.plan import Choice
 from kernelbake.words import counted, fold
 
 if TYPE_CHECKING:
     from kernelbake.inspect import Explained
 
-NOT_TUNED = "(not tuned)"
 _LEAST = 16
 """Columns below which no column of a table is folded."""
 
@@ -55,11 +54,6 @@ def _narrow(widths: list[int], right: Sequence[int], width: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- keys
-
-
-def key_text(key: AutotuneKey | None) -> str:
-    """A key on one line."""
-    return NOT_TUNED if key is None else str(key)
 
 
 Field = tuple[str, str, str]

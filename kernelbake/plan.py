@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kernelbake.keys import AutotuneKey, Case, Config, Kernel, Specialization, Symbol, Value
+from kernelbake.keys import AutotuneKey, Case, Config, Kernel, Specialization, Symbol, Value, key_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Launch:
         )
 
     def __str__(self) -> str:
-        return f"{self.kernel.name} {self.key or '(not tuned)'}"
+        return f"{self.kernel.name} {key_text(self.key)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,9 +431,9 @@ def _sources(plan: Plan, held: Inventory) -> list[Missing]:
 
 def _missing_key(launch: Launch, choices: Sequence[Choice]) -> Missing:
     if not choices:
-        return Missing("kernel", launch.kernel.name, str(launch.key or "(not tuned)"), launch.cases)
+        return Missing("kernel", launch.kernel.name, key_text(launch.key), launch.cases)
     nearest = nearest_key(launch.key, [choice.key for choice in choices], "needed", "bundle:")
-    return Missing("key", launch.kernel.name, str(launch.key or "(not tuned)"), launch.cases, nearest)
+    return Missing("key", launch.kernel.name, key_text(launch.key), launch.cases, nearest)
 
 
 def nearest_key(
@@ -472,6 +472,6 @@ def _missing_specializations(launch: Launch, choice: Choice) -> list[Missing]:
         wanted = variant.specializations[index]
         if wanted.token not in choice.entries:
             nearest = min((wanted.differences(other, "needed", "bundle:") for other in held), key=len, default=())
-            key = str(launch.key or "(not tuned)")
+            key = key_text(launch.key)
             missing.append(Missing("specialization", launch.kernel.name, key, variant.cases, nearest))
     return missing

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kernelbake import layout, terminal
+from kernelbake.keys import key_text
 from kernelbake.words import counted
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _by_case(found: Plan) -> list[str]:
     from kernelbake import inspect
 
     rows = [
-        (case, launch.kernel.name, layout.key_text(launch.key))
+        (case, launch.kernel.name, key_text(launch.key))
         for case, launches in inspect.by_case(found)
         for launch in launches
     ]
@@ -300,7 +301,7 @@ def shown(summary: Shown, *, as_json: bool) -> None:
         _choices_in_parts(summary.choices, lambda choice: None)
         return
     for choice in summary.choices:
-        terminal.line(f"{choice.kernel.name} {layout.key_text(choice.key)}: {layout.decided_text(choice)}")
+        terminal.line(f"{choice.kernel.name} {key_text(choice.key)}: {layout.decided_text(choice)}")
 
 
 def _choices_in_parts(choices: Iterable[Choice], more: Callable[[Choice], None]) -> None:
@@ -345,7 +346,7 @@ def coverage(found: Covered, *, as_json: bool) -> None:
     terminal.line(f"unused   {len(found.coverage.unused):,}")
     held = found.held.inventory().by_id
     for id_ in found.coverage.unused:
-        terminal.folded(f"unused   {held[id_].kernel.name} {layout.key_text(held[id_].key)}", hang=9)
+        terminal.folded(f"unused   {held[id_].kernel.name} {key_text(held[id_].key)}", hang=9)
 
 
 def explained(items: Sequence[Explained], *, as_json: bool) -> None:
@@ -359,7 +360,7 @@ def explained(items: Sequence[Explained], *, as_json: bool) -> None:
         return
     for item in items:
         choice = item.choice
-        terminal.line(f"{choice.kernel.name} {layout.key_text(choice.key)}")
+        terminal.line(f"{choice.kernel.name} {key_text(choice.key)}")
         terminal.line(f"  winner   {layout.decided_text(choice)}")
         for label, text in layout.why(item):
             terminal.line(f"  {label:<8} {text}")
